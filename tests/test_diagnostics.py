@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrixlib.engine.inspection import collapse_warnings
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +26,6 @@ from matrixlib.engine.diagnostics import (
     output_statistics,
     snapshot,
 )
-from matrixlib.engine.inspection import collapse_warnings
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch
 from matrixlib.tasks import load_config

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from matrixlib.config import ConfigError
 from matrixlib.data.shards import file_hash
-from matrixlib.engine import storage, validation
+from matrixlib.engine import checkpoint, validation
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
@@ -254,7 +254,7 @@ def test_weights_and_their_hash_are_of_one_checkpoint(
     (path,) = (reports / teacher / "checkpoints").iterdir()
     reads = []
 
-    def moving(path: Path, *args: Any) -> storage.Checkpoint:
+    def moving(path: Path, *args: Any) -> checkpoint.Checkpoint:
         reads.append(path)
         stored = read(path, *args)
         Checkpoints(reports / teacher / "checkpoints", 2).save(
@@ -262,8 +262,8 @@ def test_weights_and_their_hash_are_of_one_checkpoint(
         )
         return stored
 
-    read = storage.read
-    monkeypatch.setattr(storage, "read", moving)
+    read = checkpoint.read
+    monkeypatch.setattr(checkpoint, "read", moving)
     with closing(student(teacher)) as run:
         assert run.data.teacher.record["sha256"] == file_hash(path / "model.safetensors")
     assert reads == [path]

@@ -8,11 +8,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import nn
 from toy_task import toy_batch
 
 from matrixlib.config import MemoryConfig
-from matrixlib.engine.inspection import memory_by_part
 from matrixlib.engine.memory import (
     CALM_CHECKS,
     MEBI,
@@ -361,23 +359,3 @@ def test_a_pass_that_never_fits_or_fails_for_another_reason_is_an_error(error: R
 
     with pytest.raises(type(error), match=str(error)):
         list(OomBackoff().over(toy_batch(4), work))
-
-
-def test_the_memory_of_each_part_of_a_network() -> None:
-    """A part that keeps twice the activations stands there with twice the memory, whatever goes on in it."""
-    model = nn.Module()
-    model.add_module("wasteful", nn.Sequential(nn.Linear(1, 2**18), nn.GELU(), nn.GELU()))
-    model.add_module("heads", nn.ModuleDict({"one": nn.Linear(2**18, 1), "two": nn.Linear(1, 1)}))
-    adamw = torch.optim.AdamW(model.parameters())
-
-    def update() -> None:
-        heads = model.get_submodule("heads")
-        heads["two"](heads["one"](model.get_submodule("wasteful")(torch.ones(1, 1)))).sum().backward()
-        adamw.step()
-
-    table = memory_by_part(update, model, adamw)
-    wasteful = table.pop("wasteful.1") + table.pop("wasteful.2")
-    assert (wasteful, table["heads.one"]) == (2.0, 1.0), "what goes into two GELUs and into the head, 1 MiB each"
-    weights = sum(value.numel() for value in model.parameters()) * 4 / MEBI
-    assert table["weights"] == table["their gradients"] == pytest.approx(weights, abs=0.01)
-    assert table["optimiser"] == pytest.approx(2 * weights, abs=0.01), "AdamW's two moments"

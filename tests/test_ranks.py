@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import distributed, metrics
+from matrixlib.engine.averages import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.eval_weights import BATCHES
 from matrixlib.engine.metrics import newer
 from matrixlib.engine.stats import from_row
 from matrixlib.runs import elastic, ranks

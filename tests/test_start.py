@@ -13,7 +13,7 @@ from networks import CPU, matrix0_state, random_net, save_run
 
 import matrixlib
 from matrixlib import config as configuration
-from matrixlib.engine import storage
+from matrixlib.engine import checkpoint as checkpoints
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.runs import launch
 from matrixlib.runs import run as runs
@@ -48,7 +48,7 @@ def source(reports: Path) -> Path:
 
 
 def weights_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return storage.read(checkpoint).tensors["model"]
+    return checkpoints.read(checkpoint).tensors["model"]
 
 
 def test_a_run_begins_with_the_weights_of_another(source: Path, reports: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_run_begins_with_the_weights_of_another(source: Path, reports: Path) -
         run.close()
 
 
-def test_no_more_is_unpacked_than_the_network_of_the_source_needs(source: Path, reports: Path) -> None:
+def test_no_more_is_unpacked_than_weights_can_be(source: Path, reports: Path) -> None:
     """A few kB that say they are 256 MiB of zeros, in the run that a stranger has sent."""
     bomb = {"model": {"w": torch.zeros(256 << 20, dtype=torch.uint8)}}
     path = Checkpoints(source.parent, 2, 3).save(9, bomb, {}, wait=True)
-    with pytest.raises(ValueError, match=r"claims 268,435,\d+ bytes, of which this network needs"):
+    with pytest.raises(ValueError, match=r"claims 268,435,\d+ bytes, which no weights"):
         opened(path, "never")
 
 

@@ -17,9 +17,9 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrixlib.engine.storage import CheckpointError, DamagedCheckpoint
 
 from matrixlib.engine import storage
-from matrixlib.engine.storage import CheckpointError, DamagedCheckpoint
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -222,7 +222,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / "state.json").write_bytes(storage._seal(data))
 
 
-def test_no_more_is_unpacked_than_the_network_needs(tmp_path: Path) -> None:
+def test_no_more_is_unpacked_than_weights_can_be(tmp_path: Path) -> None:
     """8 kB that say they are 256 MiB of zeros."""
     model = torch.nn.Linear(64, 64)
     bomb = {"model": {"w": torch.zeros(256 << 20, dtype=torch.uint8)}}

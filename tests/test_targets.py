@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from matrixlib.engine.inspection import TargetLog, target_figures
+from matrixlib.engine.diagnostics import log_targets, target_figures
 from matrixlib.engine.stats import Stats
 
 
@@ -33,9 +33,9 @@ def test_values_of_many_kinds_are_counted_in_bins_and_broken_ones_apart() -> Non
 
 
 def test_a_row_has_the_figures_of_every_term(tmp_path: Path) -> None:
-    log = TargetLog(tmp_path / "targets.jsonl", lambda batch: {"a": batch["a"]})
     for step in (10, 20):
-        log(Stats(step, 1.0, 1.0), {"a": torch.tensor([1, 1, 0])})
+        batch = {"a": torch.tensor([1, 1, 0])}
+        log_targets(tmp_path / "targets.jsonl", lambda batch: {"a": batch["a"]}, Stats(step, 1.0, 1.0), batch)
     rows = [json.loads(line) for line in (tmp_path / "targets.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20]
     assert rows[0]["targets"]["a"]["histogram"] == {"0": 1, "1": 2}

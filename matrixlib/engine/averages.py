@@ -1,24 +1,36 @@
-"""Averaged weights, which are evaluated and exported in place of the raw ones."""
+"""Averaged weights, which are evaluated and exported in place of the raw ones, with batch norms that fit them."""
 
+from __future__ import annotations
+
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from matrixlib.config import OptimConfig
-from matrixlib.engine.distributed import is_sharded
+from matrixlib.engine import rng
+from matrixlib.engine.distributed import batch_norms, gather_full, is_sharded, unsharded
 from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
+from matrixlib.engine.task import Batch, Source, rows, slice_batch, to_device
+
+if TYPE_CHECKING:
+    from matrixlib.engine.step import Step
+
+BATCHES = 16
+"""Training batches that statistics of batch norms are made of, in about the time of five updates."""
 
 
 class Average:
     """What is evaluated and exported in place of a model's weights.
 
     averages: updates that it has averaged in. lacks_statistics: the statistics of batch norms are not averaged with the
-    weights, so those that were gathered for the raw weights do not fit. statistics: what was made in their place for
-    the average as it stands (`engine.eval_weights`), by the names of `named_tensors`; empty until then.
+    weights, so those of the raw weights do not fit. statistics: what `EvalWeights` has made in their place for the
+    average as it stands, by the names of `named_tensors`; empty until then.
     """
 
     averages: int
@@ -30,9 +42,7 @@ class Average:
         raise NotImplementedError
 
     def after(self, steps: int, update: int, moved: bool) -> None:
-        """Call after each update, with its index: the weights are averaged in if they are to be. moved: it has moved
-        them.
-        """
+        """To be called after each update with its index. moved: it has moved the weights."""
         if moved:
             self.update()
 
@@ -56,21 +66,18 @@ class Average:
 
 
 class EMA(Average):
-    """Exponential moving average of a model's weights, evaluated and exported in place of them.
+    """Exponential moving average of a model's weights, after updates that moved them.
 
-    Floating buffers (BatchNorm statistics) are averaged like the weights: the raw statistics belong to the
-    raw weights. Integer buffers are copied. The decay is min(decay, (1 + t) / (10 + t)) at the t-th average,
-    so that the start does not weigh in for long. Averaged only after updates that moved the weights.
+    Floating buffers (BatchNorm statistics) are averaged like the weights, integer buffers copied. The decay is
+    min(decay, (1 + t) / (10 + t)) at the t-th average, so that the start does not weigh in for long.
     """
 
     lacks_statistics = False
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start from the model's present weights; `decay` in [0, 1). The model's tensors are changed in place from then
-        on, never replaced: they are looked up once, since a large model's state dict takes longer than its average.
+        """Start from the model's present weights. Its tensors must not be replaced: they are looked up once, since a
+        large model's state dict takes longer than its average.
         """
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay must be in [0, 1), got {decay}")
         self.decay = decay
         self.averages = 0
         present = named_tensors(model)
@@ -102,9 +109,8 @@ class EMA(Average):
 class SWA(Average):
     """The plain mean of weights over the last part of a run (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407).
 
-    The weights after the last update are in it and, counted back from there, those of every `interval`-th update within
-    the last `share` of the run.
-    Until the first of them it is the raw weights.
+    In it are the weights after the last update and, counted back from there, those of every `interval`-th update within
+    the last `share` of the run; until the first of them it is the raw weights.
     """
 
     def __init__(self, model: nn.Module, share: float, interval: int) -> None:
@@ -144,8 +150,8 @@ class ScheduleFreeAverage(Average):
     """The averaged point of schedule-free AdamW, x = y + (1 - 1 / beta1) (z - y): y are the model's weights, at which
     gradients are taken, z the optimiser's (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
 
-    It is made when it is asked for, beside the weights: putting x in the place of y and y back again, as the library's
-    `eval` and `train` do, is not exact, and a run with more validations would be another run.
+    It is made beside the weights: the library's `eval` and `train`, which put x in the place of y and y back again, are
+    not exact, and a run with more validations would be another run.
     """
 
     def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
@@ -177,3 +183,89 @@ def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimCon
     if config.swa:
         return SWA(model, config.swa, config.swa_interval)
     return EMA(model, config.ema_decay) if config.ema_decay else None
+
+
+class EvalWeights:
+    """The weights by which a step's training is judged and exported. source: of every method, the training batches of
+    the phase in force, the first of which are made once and kept on the host.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._model = step, unwrap(step.model)
+        self._source: Source | None = None
+        self._batches: list[Batch] = []
+
+    @contextmanager
+    def applied(self, source: Source) -> Iterator[None]:
+        """They stand in the step's model inside the context, on every rank the same; the exact raw weights after it."""
+        average = self._step.ema
+        if average is None:
+            with unsharded(self._model):
+                yield
+            return
+        self.renew(source)
+        with average.applied(self._model), unsharded(self._model):
+            if average.lacks_statistics:
+                self._step.ranks.broadcast(_statistics(self._model).values())
+            yield
+
+    def network(self, source: Source) -> nn.Module | None:
+        """A copy of the model with these weights, frozen, in eval mode. All ranks ask for it, rank 0 alone gets it."""
+        self.renew(source)
+        average, step = self._step.ema, self._step
+        tensors = average.state_dict() if average is not None else {}
+        if step.sharded:
+            tensors = gather_full({"": tensors or named_tensors(self._model)}, step.ranks)[""]
+        if not step.ranks.first:
+            return None
+        model = step.task.build_model().to(step.runtime.torch_device) if step.sharded else copy.deepcopy(self._model)
+        if tensors:
+            load_tensors(model, tensors, "average")
+        return model.requires_grad_(False).eval()
+
+    def renew(self, source: Source) -> None:
+        """On rank 0, make the statistics of batch norms anew where the average or `source` has changed since. Nothing
+        else moves: no weight, no gradient, no random stream, no batch of the training.
+        """
+        average = self._step.ema
+        if average is None or not (average.lacks_statistics and average.averages and _statistics(self._model)):
+            return
+        if not self._step.ranks.first:  # `applied` gives them to all
+            return
+        if source is not self._source:
+            self._source, self._batches = source, list(source.batches(0, BATCHES))
+        elif average.statistics:
+            return
+        device = self._step.runtime.torch_device
+        streams = rng.capture(device)
+        try:
+            rng.restore(rng.seeded(self._step.config.seed, device), device)  # a task may draw in its losses
+            average.statistics = self._made(average)
+        finally:
+            rng.restore(streams, device)
+
+    def _made(self, average: Average) -> dict[str, Tensor]:
+        """Means over passes of as many rows as in training, without dropout and bad batches, whose updates are skipped."""
+        step, model = self._step, copy.deepcopy(self._model).eval()
+        load_tensors(model, average.state_dict(), "average")
+        for norm in batch_norms(model):
+            norm.reset_running_stats()
+            norm.momentum, norm.training = None, True
+        made = _statistics(model)
+        buffers = list(made.values())
+        for batch in self._batches:
+            for start in range(0, rows(batch), step.micro_batch):
+                part = to_device(slice_batch(batch, start, start + step.micro_batch), step.runtime.torch_device)
+                before = [buffer.clone() for buffer in buffers]
+                with torch.inference_mode(), step.runtime.autocast():
+                    step.task.losses(model, step.taught(part), step.active)
+                if not torch.stack([buffer.isfinite().all() for buffer in buffers]).all():
+                    copy_tensors(buffers, before)
+        return made
+
+
+def _statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of batch norms by name."""
+    norms = set(batch_norms(model))
+    named = [(name, module) for name, module in model.named_modules() if module in norms]
+    return {f"{name}.{key}": buffer for name, norm in named for key, buffer in norm.named_buffers()}

@@ -1,16 +1,23 @@
 """Checkpoints of a run: written in the background, whole or absent; the newest, the best, and what a rollback needs.
 
-Each is a folder as storage.py describes it. It is written as `step_00000500.tmp`, each file fsynced, renamed last, the
-parent fsynced: a folder without `.tmp` was whole when written, and whatever happened to it since is found by the
-checksums. The best one is the folder marked last, so a mark cannot be lost or point to another network; a best one of a
-course that was left is `best_00000500`.
+`step_00000500/` holds one `<group>.safetensors` for each group of tensors (model, ema, optimiser, rng, ...), or
+`<group>.safetensors.zst` where it was compressed, and `state.json`: schema version, step, UTC time, versions, the mark
+of a best one, the SHA-256 and size of each tensor file as it lies on the disk, the caller's state, and last the SHA-256
+of all text before that key. There is no pickle.
+
+It is written as `step_00000500.tmp`, each file fsynced, renamed last, the parent fsynced: a folder without `.tmp` was
+whole when written, and what happened to it since is found by the checksums. The best one is the folder marked last; a
+best one of a course that was left is `best_00000500`.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 import warnings
@@ -20,23 +27,170 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import safetensors.torch
+import torch
 import zstandard
 from safetensors import SafetensorError
 
 from matrixlib.config import CheckpointConfig
-from matrixlib.engine import storage
-from matrixlib.engine.storage import (
-    FOLDER,
-    Checkpoint,
-    CheckpointError,
-    DamagedCheckpoint,
-    UnwritableCheckpoint,
-    step_of,
-)
-from matrixlib.files import sync_folder
+from matrixlib.files import FolderError, sync_folder, utc_now, write_bytes
+from matrixlib.hardware import machine
 
+SCHEMA = 2
+SMALL_BYTES, MAX_RATIO = 16 << 20, 64
+"""A larger compressed group is not unpacked to more than so many times its size: weights lose a tenth."""
+FOLDER = re.compile(r"(step|best)_(\d{8,})")
 ROOM_BYTES = 1 << 20  # for state.json and the file system's own needs
+Tensors = dict[str, dict[str, torch.Tensor]]
+TensorsLike = Mapping[str, Mapping[str, torch.Tensor]]
+
+_GROUP = re.compile(r"[a-z][a-z0-9_]*")
+_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
+_versions = functools.cache(machine.versions)  # which may have to ask the driver's own program
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read; the message says which, why and what to do."""
+
+
+class UnwritableCheckpoint(CheckpointError, FolderError):
+    """There is no room for a checkpoint, or its folder cannot be written."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """One checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint in memory; tensors on the CPU. sha256: group -> of its file."""
+
+    step: int
+    path: Path
+    tensors: Tensors
+    state: dict[str, Any]
+    sha256: dict[str, str]
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.partition("_")[2])
+
+
+def host_copies(tensors: TensorsLike) -> Tensors:
+    """Contiguous copies in host memory, complete on return."""
+    options: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+    return {
+        group: {name: tensor.detach().to("cpu", **options) for name, tensor in members.items()}
+        for group, members in tensors.items()
+    }
+
+
+def write(
+    folder: Path, step: int, tensors: Tensors, state: Any, mark: Mapping[str, Any] | None = None, compress: int = 0
+) -> None:
+    """Fill the empty `folder`; durable on return. `tensors` from host_copies.
+
+    mark: what makes it a best one, or None. compress: zstd level, 0 = off.
+    """
+    groups = {group: _write_group(folder, group, members, compress) for group, members in tensors.items()}
+    data = {"schema": SCHEMA, "step": step, "time": utc_now(), "versions": _versions(), "best": mark}
+    write_bytes(folder / "state.json", _seal(data | {"groups": groups, "state": state}))
+
+
+def read(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint folder.
+
+    Raises DamagedCheckpoint naming the file and its fault, CheckpointError for a schema that this code does not know.
+    """
+    data = read_state(path)
+    try:
+        tensors = {group: _read_group(path, group, entry) for group, entry in data["groups"].items()}
+        digests = {group: str(entry["sha256"]) for group, entry in data["groups"].items()}
+        return Checkpoint(data["step"], path, tensors, data["state"], digests)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The verified contents of a checkpoint's state.json; errors as `read`."""
+    try:
+        raw = (path / "state.json").read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name}: no state.json that can be read ({error.strerror})") from error
+    digest = _DIGEST.search(raw)
+    if digest is None or hashlib.sha256(raw[: digest.start()]).hexdigest().encode() != digest.group(1):
+        raise DamagedCheckpoint(f"{path.name}: state.json is not as it was written (checksum)")
+    try:
+        data: dict[str, Any] = json.loads(raw)
+        schema, step = int(data["schema"]), int(data["step"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
+    if schema != SCHEMA:
+        version = data.get("versions", {}).get("matrixlib", "?")
+        raise CheckpointError(
+            f"{path.name} has checkpoint schema {schema}, written by matrixlib {version}, and this version reads "
+            f"schema {SCHEMA}: take that version of matrixlib, or start a new run"
+        )
+    if FOLDER.fullmatch(path.name) and step_of(path) != step:
+        raise DamagedCheckpoint(f"{path.name}: its state.json is of step {step}")
+    return data
+
+
+def _write_group(folder: Path, group: str, members: dict[str, torch.Tensor], compress: int) -> dict[str, Any]:
+    """Write and fsync one file; its entry in state.json."""
+    file = folder / _file_name(group, bool(compress))
+    entry: dict[str, Any] = {"tensors": len(members)}
+    if compress:
+        raw = safetensors.torch.save(members)
+        entry["unpacked"] = len(raw)
+        file.write_bytes(zstandard.compress(raw, compress))
+    else:
+        safetensors.torch.save_file(members, file)
+    with file.open("rb+") as written:
+        os.fsync(written.fileno())
+        return {"sha256": hashlib.file_digest(written, "sha256").hexdigest(), "bytes": file.stat().st_size, **entry}
+
+
+def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    if not _GROUP.fullmatch(group):
+        raise DamagedCheckpoint(f"{path.name}: state.json names a file outside of the folder ('{group}')")
+    file = path / _file_name(group, "unpacked" in entry)
+    where = f"{path.name}: {file.name}"
+    try:
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise DamagedCheckpoint(f"{where} has {size} bytes instead of {entry['bytes']}")
+        with file.open("rb") as opened:  # no more than it has: a link may lead to something without an end
+            raw = opened.read(size)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{where} cannot be read ({error.strerror})") from error
+    if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
+        raise DamagedCheckpoint(f"{where} is not as it was written (checksum)")
+    try:
+        return safetensors.torch.load(_unpacked(raw, entry["unpacked"]) if "unpacked" in entry else raw)
+    except (zstandard.ZstdError, SafetensorError) as error:
+        raise DamagedCheckpoint(f"{where} cannot be decoded ({error})") from error
+
+
+def _unpacked(raw: bytes, size: int) -> bytes:
+    """Decompress one frame, whose memory is bounded before it is taken."""
+    if size > max(SMALL_BYTES, MAX_RATIO * len(raw)):
+        raise zstandard.ZstdError(f"it claims {size:,} bytes, which no weights of {len(raw):,} bytes have")
+    claimed = zstandard.get_frame_parameters(raw).content_size
+    if claimed != size:
+        raise zstandard.ZstdError(f"the frame claims {claimed} bytes, state.json {size}")
+    return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
+
+
+def _file_name(group: str, compressed: bool) -> str:
+    return f"{group}.safetensors.zst" if compressed else f"{group}.safetensors"
+
+
+def _seal(data: Mapping[str, Any]) -> bytes:
+    """JSON whose last key is the digest of all text before it."""
+    body = json.dumps(data, indent=1).encode().removesuffix(b"\n}")
+    return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 class CheckpointWarning(UserWarning):
@@ -83,20 +237,17 @@ class Checkpoints:
     """The checkpoints of one run in `folder`: the newest `keep` (at least 2), the `best` that were marked last, and
     those at multiples of `every` updates (0: none).
 
-    compress: zstd level of what is written, 0 = off; both kinds can always be read. largest: as of `read`. Only one
-    process may save at a time (the run's lock sees to it), and `join` must be called after the last save. `messages`
-    collects what a person should know.
+    compress: zstd level of what is written, 0 = off; both kinds can always be read. Only one process may save at a time
+    (the run's lock sees to it), and `join` must be called after the last save.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0, largest: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
         if keep < 2:
             raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")
         self.folder = Path(folder)
         self.keep, self.keep_best, self.keep_every = keep, best, every
-        self.compress, self.largest = compress, largest
-        self.messages: list[str] = []
+        self.compress = compress
+        self._told: set[str] = set()
         self._damaged: set[Path] = set()
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # Python ends only after its work is done
         self._pending: futures.Future[None] | None = None
@@ -104,7 +255,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        tensors: storage.TensorsLike,
+        tensors: TensorsLike,
         state: Mapping[str, Any],
         *,
         best: float | None = None,
@@ -113,28 +264,25 @@ class Checkpoints:
     ) -> Path:
         """Save the checkpoint of update `step` as everything is now; the folder that it will be in.
 
-        On return all is copied, so that training may go on; a thread writes the folder (durable on return with
-        `wait`). At most one is being written: this first waits for the one before, and raises its error if
-        it failed, without saving. best: marks it as the best so far, in the same stroke. spare:
-        another step whose checkpoint is kept beside the newest.
+        On return all is copied, so that training may go on; a thread writes the folder (durable on return with `wait`),
+        one at a time. best: marks it as the best so far. spare: another step whose checkpoint is kept beside the newest.
 
-        Checkpoints beyond `step` belong to a course of training that was left (a rollback, a damaged newest
-        one): they are removed, once the new one is durable. Tensors that share memory are stored once for
-        each name. Raises CheckpointError if it cannot be written (older checkpoints are untouched), here or
+        Checkpoints beyond `step` belong to a course that was left (a rollback, a damaged newest one): they are removed
+        once the new one is durable. Raises CheckpointError if it cannot be written (older ones are untouched), here or
         at the next `save` or `join`; at once, TypeError or ValueError for a state that cannot be stored.
         """
-        copied = json.loads(json.dumps(state, default=_python_number))
+        copied = json.loads(json.dumps(state))
         if best is not None and not math.isfinite(best):
             raise ValueError(f"step {step} cannot be the best with value {best}")
         self.join()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob("*.tmp"):  # half-written or half-removed
-                _delete(left)
+                shutil.rmtree(left)
             self._temporary(step).mkdir()
         except OSError as error:
             raise self._cannot_write(step, error) from error
-        copies = storage.host_copies(tensors)
+        copies = host_copies(tensors)
         self._pending = self._thread.submit(self._write, step, copies, copied, best, spare)
         if wait:
             self.join()
@@ -142,9 +290,10 @@ class Checkpoints:
 
     def require_room(self, needed: int, steps: int, saves: int) -> None:
         """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
-        `steps` updates, which makes `saves` of them at most, will hold at once: better as it begins than after hours.
-        Not of compressed ones, whose size only the writing tells.
+        `steps` updates, which makes `saves` of them at most, will hold at once. Not of compressed ones, whose size
+        nobody knows before.
         """
+        self._wait()  # whose files are being renamed
         kept_for_good = steps // self.keep_every if self.keep_every else 0
         count = min(self.keep + self.keep_best + 1 + kept_for_good, saves)
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
@@ -171,8 +320,8 @@ class Checkpoints:
     def newest(self, before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that verifies (of a step up to `before`), or None where there is none at all.
 
-        A damaged one is named in `messages` and the one before it is used. Raises CheckpointError when every
-        checkpoint is damaged, or when the newest has a schema that this code does not know.
+        A damaged one is named in a warning and the one before it is used. Raises CheckpointError when every checkpoint
+        is damaged, or when the newest has a schema that this code does not know.
         """
         self._wait()
         damage: list[str] = []
@@ -180,7 +329,7 @@ class Checkpoints:
             if before is not None and step_of(path) > before:
                 continue
             try:
-                checkpoint = storage.read(path, self.largest)
+                checkpoint = read(path)
             except DamagedCheckpoint as error:
                 self._damaged.add(path)
                 damage.append(str(error))
@@ -197,12 +346,10 @@ class Checkpoints:
         return None
 
     def pick(self, name: str = "newest") -> Checkpoint:
-        """`newest`, `best` (the newest where none was marked) or a folder name such as `step_00000500`.
-
-        Raises CheckpointError where it is absent or damaged.
-        """
+        """`newest`, `best` (the newest where none was marked) or a folder name such as `step_00000500`; CheckpointError
+        where it is absent or damaged."""
         if name == "best" and (best := self.best) is not None:
-            return storage.read(best.path, self.largest)
+            return read(best.path)
         if name in ("best", "newest"):
             if (checkpoint := self.newest()) is None:
                 raise CheckpointError(f"no checkpoint in {self.folder} yet; train this run first")
@@ -211,7 +358,7 @@ class Checkpoints:
         if not (FOLDER.fullmatch(name) and (self.folder / name).is_dir()):
             known = ", ".join(["best", "newest", *(path.name for path in self._paths())])
             raise CheckpointError(f"no checkpoint '{name}' in {self.folder}; there are: {known}")
-        return storage.read(self.folder / name, self.largest)
+        return read(self.folder / name)
 
     @property
     def best(self) -> Best | None:
@@ -225,14 +372,14 @@ class Checkpoints:
         self._wait()
         self._discard_after(step)
 
-    # From here on nothing waits: the thread calls these too, and the public methods only while it rests.
-
     def _wait(self) -> None:
         """Wait for the save in flight. Its error is left for `save` and `join`: a reader can do without it."""
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def _write(self, step: int, tensors: storage.Tensors, state: Any, best: float | None, spare: int | None) -> None:
+    # From here on nothing waits: the thread calls these too, and the public methods only while it rests.
+
+    def _write(self, step: int, tensors: Tensors, state: Any, best: float | None, spare: int | None) -> None:
         """Write, then tidy up. Runs in the thread."""
         temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
         try:
@@ -240,7 +387,7 @@ class Checkpoints:
             if best is not None:
                 order = max((before.order for before in self._bests()), default=0)
                 mark = {"value": float(best), "order": order + 1}
-            storage.write(temporary, step, tensors, state, mark, self.compress)
+            write(temporary, step, tensors, state, mark, self.compress)
             self._retire(final)  # of the same step: of a course that was left, or damaged
             os.replace(temporary, final)
             sync_folder(self.folder)
@@ -259,7 +406,7 @@ class Checkpoints:
         marks = []
         for path in self._paths(("step", "best")):
             try:
-                data = storage.read_state(path)
+                data = read_state(path)
                 if mark := data["best"]:
                     marks.append(Best(int(data["step"]), float(mark["value"]), path, int(mark["order"])))
             except (DamagedCheckpoint, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -306,7 +453,7 @@ class Checkpoints:
         doomed = path.with_name(f"{path.name}.old.tmp")
         try:
             os.replace(path, doomed)
-            _delete(doomed)
+            shutil.rmtree(doomed)
         except OSError as error:
             self._warn(f"old checkpoint {path.name} could not be removed ({error}); it takes up space")
 
@@ -319,21 +466,6 @@ class Checkpoints:
         )
 
     def _warn(self, message: str) -> None:
-        if message not in self.messages:
-            self.messages.append(message)
+        if message not in self._told:
+            self._told.add(message)
             warnings.warn(message, CheckpointWarning, stacklevel=3)
-
-
-def _delete(path: Path) -> None:
-    """Remove a folder; of a link, the link alone."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-
-
-def _python_number(value: Any) -> Any:
-    """NumPy's numbers as Python's, for JSON."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"the state of a checkpoint cannot hold a {type(value).__name__}")

@@ -28,21 +28,16 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
     """
     plain = unwrap(model).to(runtime.torch_device)
     if runtime.channels_last:
-        # Kernels alone: an attention bias (1, H, 64, 64) in this format keeps every fused attention of CUDA away, which
-        # want its last stride to be 1, and torch says nothing of it.
+        # kernels alone: an attention bias in this format keeps every fused attention of CUDA away, silently
         convert_conv2d_weight_memory_format(plain, torch.channels_last)
-    if plain is not model:
+    if plain is not model or not runtime.compile:
         return plain, model
-    if not runtime.compile:
-        return plain, plain
     return plain, compiled(plain, runtime.compile)
 
 
 def keep_code() -> Path:
-    """The folder of compiled code, among our other files: torch alone keeps it under /tmp, which a restart empties.
-
-    A TORCHINDUCTOR_CACHE_DIR of the user's stands; torch's own is no such: an import of torch._dynamo puts it there,
-    which optimisers do.
+    """The folder of compiled code, among our other files: torch keeps it under /tmp, which a restart empties. A
+    TORCHINDUCTOR_CACHE_DIR of the user's stands, but not torch's own, which an import of torch._dynamo sets.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -52,10 +47,7 @@ def keep_code() -> Path:
 
 
 def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = None) -> nn.Module:
-    """torch.compile in one of its modes; a network in training mode on the CPU also with the settings for that.
-
-    Its code is kept where `keep_code` says, and the next process finds it there.
-    """
+    """torch.compile in one of its modes; a network in training mode on the CPU also with the settings for that."""
     from torch._inductor import list_mode_options
 
     keep_code()
@@ -66,8 +58,8 @@ def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = Non
 
 
 def forget() -> None:
-    """Drop every graph of this process: to be called where a number has changed that graphs hold as a constant, such as
-    a rate of dropout. Of a function torch keeps eight, and runs it without them from then on, without a word.
+    """Drop every graph of this process, where a number has changed that graphs hold as a constant, such as a rate of
+    dropout: of a function torch keeps eight, and then runs it without them, without a word.
     """
     torch.compiler.reset()
 
@@ -79,10 +71,8 @@ def begin_pass(mode: str) -> None:
 
 
 def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
-    """To be called after a backward pass whose gradients the next one adds to.
-
-    A recorded graph lends its own memory as `.grad`, which its next run writes over: four micro-batches then give the
-    gradient of one (https://github.com/pytorch/pytorch/issues/169545).
+    """To be called after a backward pass whose gradients the next one adds to: a recorded graph lends its own memory as
+    `.grad`, which its next run writes over (https://github.com/pytorch/pytorch/issues/169545).
     """
     if mode in GRAPHS:
         for parameter in parameters:
@@ -91,11 +81,8 @@ def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
 
 
 def graph_breaks() -> str:
-    """Why graphs of this process were broken so far, a reason once; "" where none was.
-
-    A break costs a launch for each piece and keeps operations from being fused across it; TORCH_LOGS=graph_breaks
-    shows the place in the code.
-    """
+    """Why graphs of this process were broken so far, a reason once; "" where none was. TORCH_LOGS=graph_breaks shows
+    the places."""
     from torch._dynamo.utils import counters
 
     return "; ".join(" ".join(reason.split())[:100] for reason in counters["graph_break"])

@@ -1,25 +1,38 @@
-"""What goes on inside a model: gradients and updates by block, outputs, dead units, where a value first went bad."""
+"""What goes on inside a training beside its losses: gradients, outputs, blocks, dead units, targets, memory by part,
+and where a value first went bad.
+"""
 
+from __future__ import annotations
+
+import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from matrixlib.engine.distributed import full, local_part
+from matrixlib.engine.distributed import full, local_part, unsharded
+from matrixlib.engine.health import Health
 from matrixlib.engine.memory import OomBackoff
 from matrixlib.engine.optim import unwrap, weights
-from matrixlib.engine.stats import Stats
-from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
-from matrixlib.engine.validation import evaluating
+from matrixlib.engine.stats import Action, Event, Message, Stats, norm_quantiles
+from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch, to_device
+from matrixlib.engine.validation import HeldOut, evaluating
+from matrixlib.files import plain, utc_now, write_json
 from matrixlib.hardware.runtime import Runtime
+
+if TYPE_CHECKING:
+    from matrixlib.engine.step import Step
 
 INITIAL_TOLERANCE = 0.15
 """Relative difference between the first losses and chance level that is worth a warning."""
@@ -31,13 +44,83 @@ RECTIFIERS = frozenset({"relu", "relu6"})
 """Activations whose units are dead when they are never above 0."""
 SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})
 """Activations whose units are dead when they do not vary."""
+EVIDENCE_UPDATES = 16
+"""Updates at most whose records are kept as evidence, and rows of metrics from before the trouble."""
+TARGET_BINS = 16
+"""Of a histogram of targets that are not classes."""
+COLLAPSE = 1e-4
+"""Deviation between the rows of an output, in logits, below which it says the same for every input."""
+
+
+def first_update(
+    task: Task, step: Step, batch: Batch, stats: Stats, fresh: bool
+) -> tuple[dict[str, dict[str, float]], list[Message]]:
+    """Of the first update: its losses beside chance level (`Stats.initial`), and messages about gradients that look
+    wrong and, of a fresh network, about losses far from chance.
+    """
+    initial, texts = compare_with_chance(task, step.taught(batch), stats)
+    report, model = step.gradients or GradientReport(), unwrap(step.model)
+    if report.missing and stats.losses.keys() != task.weights.keys():
+        with unsharded(model):
+            report = report._replace(missing=_cut_off(report.missing, task, model, batch, step.runtime))
+    texts = [f"first update: {report}"] * any(report) + texts * fresh  # weights of another run have learned something
+    return initial, [Message(Event.FIRST_UPDATE, text, str(number)) for number, text in enumerate(texts)]
+
+
+def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> tuple[str, ...]:
+    """Those of the parameters without a gradient that no output depends on: heads of idle terms rightly get none."""
+    parameters = dict(weights(model))
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast():
+        outputs = task.outputs(model, to_device(slice_batch(batch, 0, 1), runtime.torch_device))
+        total = torch.stack([output.float().nansum() for output in outputs.values()]).sum()
+    gradients = torch.autograd.grad(total, [parameters[name] for name in missing], allow_unused=True)
+    return tuple(name for name, gradient in zip(missing, gradients, strict=True) if gradient is None)
+
+
+def inspect(
+    step: Step, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
+) -> tuple[dict[str, Any], list[Message]]:
+    """Figures (`Stats.statistics`) after an update and the warnings that follow from them.
+
+    batch: that of the update, on the host. before: the weights before it (`snapshot`). held_out: its sample tells dead
+    units. norms: the latest gradient norms.
+    """
+    model, runtime = unwrap(step.model), step.runtime
+    part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
+    blocks = block_statistics(model, before)
+    with unsharded(model):
+        outputs = output_statistics(step.task, model, part, runtime)
+        seen, dead = dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
+    quantiles = norm_quantiles(norms)
+    health, warming_up = step.config.health, step.update <= step.warmup
+    clipping = step.health.clip_warning(quantiles.get("p95", math.nan), step.config.optim.clip_norm)
+    warnings = {
+        Event.UPDATE_SIZE: block_warnings(blocks, math.inf if warming_up else health.update_warning),
+        Event.DEAD_UNITS: dead_warnings(seen, dead, health.dead_warning),
+        Event.COLLAPSE: collapse_warnings(outputs, step.task.weights, rows(part)) if not warming_up else [],
+        Event.CLIPPING: [clipping] if clipping else [],
+    }
+    messages = [Message(event, "; ".join(texts)) for event, texts in warnings.items() if texts]
+    shares = {name: float(flags.double().mean()) for name, flags in dead.items()}
+    figures = {"outputs": outputs, "gradient_norm": quantiles, "blocks": blocks, "dead_units": shares}
+    return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler is not None else {}), messages
+
+
+def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:
+    """Warnings about a `output_statistics` over so many rows: outputs that do not depend on their input,
+    those of terms without a weight apart."""
+    alike = [name for name, row in outputs.items() if row["across"] < COLLAPSE and weights.get(name, 1.0)]
+    if not alike or rows < 2:
+        return []
+    return [
+        f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
+        "targets and at the dead units"
+    ]
 
 
 class GradientReport(NamedTuple):
-    """Parameters whose gradient looks wrong, by name.
-
-    missing: no gradient at all (cut off from every active loss). nonfinite: NaN or infinity in it. zero: all zero. Some
-    are rightly so: heads of inactive terms are missing, a layer behind one that starts at zero is zero.
+    """Parameters whose gradient looks wrong, by name: none at all (cut off from every active loss), not finite, zero.
+    Some are rightly so: heads of inactive terms are missing, a layer behind one that starts at zero is zero.
     """
 
     missing: tuple[str, ...] = ()
@@ -45,7 +128,6 @@ class GradientReport(NamedTuple):
     zero: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line, at most five names a kind; empty when nothing looks wrong."""
         kinds = zip(("no", "a non-finite", "an all-zero"), self, strict=True)
         return "; ".join(f"{kind} gradient: {_listed(names)}" for kind, names in kinds if names)
 
@@ -61,23 +143,6 @@ def gradient_report(model: nn.Module) -> GradientReport:
         nonfinite=tuple(name for name, (finite, _) in flags.items() if not finite),
         zero=tuple(name for name, (_, nonzero) in flags.items() if not nonzero),
     )
-
-
-def without_idle_heads(
-    report: GradientReport | None, task: Task, model: nn.Module, batch: Batch, stats: Stats, runtime: Runtime
-) -> GradientReport:
-    """The report of an update without what a term explains that took no part in it: parameters that got no gradient,
-    though an output of the task depends on them. batch: on the host; its first row is looked at.
-    """
-    if report is None or not report.missing or stats.losses.keys() == task.weights.keys():
-        return report or GradientReport()
-    parameters = dict(weights(model))
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast():
-        outputs = task.outputs(model, to_device(slice_batch(batch, 0, 1), runtime.torch_device))
-        total = torch.stack([output.float().nansum() for output in outputs.values()]).sum()
-    gradients = torch.autograd.grad(total, [parameters[name] for name in report.missing], allow_unused=True)
-    cut_off = [name for name, gradient in zip(report.missing, gradients, strict=True) if gradient is None]
-    return report._replace(missing=tuple(cut_off))
 
 
 def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[str, dict[str, float]], list[str]]:
@@ -101,26 +166,21 @@ def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[st
 def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> dict[str, dict[str, float]]:
     """mean, std (population), max (magnitude), share of infinities and `across` by output; one host read.
 
-    across: root mean square of what sets a row apart from the mean of the rows; 0 where all rows are alike.
-
-    batch: host tensors of one micro-batch. NaN marks entries that the task has masked out: they count nowhere. An
-    output with no entry left is left out. Eval mode, so BatchNorm and random streams stay as they are.
+    across: root mean square of what sets a row apart from the mean of the rows; 0 where all rows are alike. batch: host
+    tensors of one micro-batch. NaN marks entries that the task has masked out: they count nowhere. An output with no
+    entry left is left out. Eval mode, so BatchNorm and random streams stay as they are.
     """
-    names, rows = [], []
     with evaluating(model):
         with runtime.autocast():
             outputs = task.outputs(model, to_device(batch, runtime.torch_device))
-        for name, output in outputs.items():
-            if output.numel():
-                names.append(name)
-                rows.append(_statistics(output.float()))
-        table = dict(zip(names, torch.stack(rows).tolist() if rows else [], strict=True))
+        found = {name: _statistics(output.float()) for name, output in outputs.items() if output.numel()}
+        rows = torch.stack(list(found.values())).tolist() if found else []
     keys = ("mean", "std", "max", "infinite", "across")
-    return {name: dict(zip(keys, row, strict=True)) for name, row in table.items() if not math.isnan(row[3])}
+    table = {name: dict(zip(keys, row, strict=True)) for name, row in zip(found, rows, strict=True)}
+    return {name: row for name, row in table.items() if not math.isnan(row["infinite"])}
 
 
 def _statistics(value: Tensor) -> Tensor:
-    """(5,) mean, std, max, infinite, across; see `output_statistics`."""
     finite, known = value.isfinite(), ~value.isnan()
     count, present = finite.sum(), torch.where(finite, value, 0.0)
 
@@ -133,10 +193,9 @@ def _statistics(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Inside the context every module calls enter(name, module, args, kwargs) before it runs, and
-    leave(name, module, args, output) after it, also after an exception.
-    """
+    leave(name, module, args, output) after it, also after an exception."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
@@ -161,38 +220,37 @@ def block_of(model: nn.Module, parameter: str) -> str:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the trainable parameters by name, to measure an update by; as large as these together."""
+    """Copies of the trainable parameters by name, to measure an update by."""
     return {name: p.detach().clone() for name, p in weights(model)}
 
 
 def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = None) -> dict[str, dict[str, float]]:
     """Euclidean norms by block over its trainable parameters; one host read.
 
-    "gradient": of `.grad` as it stands (after the step: unscaled and clipped), left out where a block has
-    none. "weight". With `before`, the `snapshot` before an update that moved weights: "update", and "ratio",
-    that of the update to the weights before; a block that was all zero has no ratio.
+    "gradient": of `.grad` as it stands (after the step: unscaled and clipped), left out where a block has none.
+    "weight". With `before`, the `snapshot` before an update that moved weights: "update", and "ratio", that of the
+    update to the weights before; a block that was all zero has no ratio.
     """
-    blocks: dict[str, list[int]] = {}
-    norms: list[Tensor] = []
-    present: list[bool] = []
+    blocks: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in weights(model):
-        blocks.setdefault(block_of(unwrap(model), name), []).append(len(norms))
-        weight, gradient = parameter.detach(), parameter.grad
-        old = weight if before is None else before[name]
-        tensors = (weight, weight if gradient is None else gradient, old, weight - old)
-        norms.append(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
-        present.append(gradient is not None)
-    values = full(torch.stack(norms)).tolist() if norms else []
+        blocks[block_of(unwrap(model), name)][name] = parameter
+    norms: list[Tensor] = []
+    for members in blocks.values():
+        now, gradients = (
+            [p.detach() for p in members.values()],
+            [p.grad for p in members.values() if p.grad is not None],
+        )
+        old = now if before is None else [before[name] for name in members]
+        moved = torch._foreach_sub(now, old)
+        norms.append(torch.stack([full(get_total_norm(t)).float() for t in (now, gradients or now, old, moved)]))
     table: dict[str, dict[str, float]] = {}
-    for block, members in blocks.items():
-        weight_norm, _, old_norm, moved = (math.hypot(*(values[i][k] for i in members)) for k in range(4))
-        table[block] = {"weight": weight_norm}
-        if any(present[i] for i in members):
-            table[block]["gradient"] = math.hypot(*(values[i][1] for i in members if present[i]))
+    values = torch.stack(norms).tolist() if norms else []
+    for (block, members), (weight, gradient, old_norm, update) in zip(blocks.items(), values, strict=True):
+        table[block] = {"weight": weight}
+        if any(p.grad is not None for p in members.values()):
+            table[block]["gradient"] = gradient
         if before is not None:
-            table[block]["update"] = moved
-            if old_norm > 0:
-                table[block]["ratio"] = moved / old_norm
+            table[block] |= {"update": update} | ({"ratio": update / old_norm} if old_norm > 0 else {})
     return table
 
 
@@ -214,32 +272,6 @@ def block_warnings(table: Mapping[str, Mapping[str, float]], limit: float) -> li
     return messages
 
 
-@dataclass(frozen=True)
-class DeadUnits:
-    """Dead units by activation, named "<module>.<function>", from the second call on "....2" and so on.
-
-    rows: rows looked at. widths: units. dead: indices of the dead ones.
-    """
-
-    rows: int
-    widths: dict[str, int]
-    dead: dict[str, tuple[int, ...]]
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of dead units by activation."""
-        return {name: len(self.dead[name]) / width for name, width in self.widths.items()}
-
-    def warnings(self, limit: float) -> list[str]:
-        """One line about the activations with a larger share; none where too few rows were looked at."""
-        shares = sorted(self.shares.items(), key=lambda item: -item[1])
-        names = [f"{name} ({len(self.dead[name])} of {self.widths[name]})" for name, share in shares if share > limit]
-        if not names or self.rows < DEAD_ROWS:
-            return []
-        share = f"{limit:.0%} of the units (health.dead_warning)"
-        return [f"more than {share} are dead over {self.rows} rows: {_listed(names)}"]
-
-
 def dead_units(
     task: Task,
     model: nn.Module,
@@ -247,16 +279,17 @@ def dead_units(
     runtime: Runtime,
     minimum: int = DEAD_ROWS,
     passes: OomBackoff | None = None,
-) -> DeadUnits:
-    """Look at every activation function that `task.outputs` runs, over the first `minimum` rows or more.
+) -> tuple[int, dict[str, Tensor]]:
+    """(rows looked at, which units are dead (units,) by activation) over the first `minimum` rows or more.
 
-    A unit is a channel, over rows and places: dimension 1 of a tensor with four or more (B, C, H, W), the last one of a
-    smaller tensor (B, C) or (B, tokens, C). It is dead if it is never above 0 (ReLU), or if its standard deviation is
-    below 1e-4 (SiLU, GELU, Mish). Functions are known by the operations they run, so they need not be modules. batches:
-    host tensors. Eval mode; one host read; all hooks are gone afterwards. passes: as in `validate`.
+    Activations are functions that `task.outputs` runs, known by their operations, so they need not be modules; names
+    are "<module>.<function>", from the second call on "....2" and so on. A unit is a channel, over rows and places:
+    dimension 1 of a tensor with four or more (B, C, H, W), the last one of a smaller tensor (B, C) or (B, tokens, C).
+    It is dead if it is never above 0 (ReLU), or if its standard deviation is below 1e-4 (SiLU, GELU, Mish). batches:
+    host tensors. passes: as in `validate`. Eval mode; one host read.
     """
     model, passes = unwrap(model), passes or OomBackoff()
-    seen, moments = 0, dict[str, list[Tensor]]()
+    seen, moments = 0, defaultdict[str, list[Tensor]](list)
     path: list[str] = []  # the modules that are running, outermost first
 
     def leave(*_: Any) -> None:
@@ -268,17 +301,24 @@ def dead_units(
             task.outputs(model, to_device(part, runtime.torch_device))
         return activations.moments
 
-    with evaluating(model), hooked(model, lambda name, *_: path.append(name), leave):
+    with evaluating(model), _hooked(model, lambda name, *_: path.append(name), leave):
         for batch in batches:
             for found in passes.over(batch, look):
                 for name, of_pass in found.items():
-                    moments.setdefault(name, []).append(of_pass)
+                    moments[name].append(of_pass)
             seen += rows(batch)
             if seen >= minimum:
                 break
-    units = {name: _dead(name, torch.stack(parts).cpu().double()) for name, parts in moments.items()}
-    dead = {name: tuple(flags.nonzero().flatten().tolist()) for name, flags in units.items()}
-    return DeadUnits(seen, {name: len(flags) for name, flags in units.items()}, dead)
+    return seen, {name: _dead(name, torch.stack(parts).cpu().double()) for name, parts in moments.items()}
+
+
+def dead_warnings(rows: int, dead: Mapping[str, Tensor], limit: float) -> list[str]:
+    """One line about the activations of `dead_units` with a larger share of dead units; none after too few rows."""
+    worst = sorted(dead.items(), key=lambda item: -float(item[1].double().mean()))
+    names = [f"{name} ({int(u.sum())} of {len(u)})" for name, u in worst if float(u.double().mean()) > limit]
+    if not names or rows < DEAD_ROWS:
+        return []
+    return [f"more than {limit:.0%} of the units (health.dead_warning) are dead over {rows} rows: {_listed(names)}"]
 
 
 def _dead(name: str, moments: Tensor) -> Tensor:
@@ -326,17 +366,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-class _Event(NamedTuple):
-    """One module or backward operation that ran; flags (0-d bool, on the device): were its values finite?"""
-
-    module: str
-    what: str  # "input", "output", or the backward operation's name
-    before: Tensor
-    after: Tensor
-
-
-class FiniteChecks:
-    """What ran since the checks began, in order of execution; flags stay on the device until `first`.
+class _FiniteChecks:
+    """What ran since the checks began, in order of execution: (module, operation, finite before, finite after), the
+    flags on the device until `first`.
 
     Modules are checked by forward hooks, backward operations by hooks in the autograd graph: full backward hooks of
     modules see no dict of outputs, no parameter's gradient, and forbid operations in place.
@@ -344,53 +376,42 @@ class FiniteChecks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.events: list[_Event] = []
+        self._events: list[tuple[str, str, Tensor, Tensor]] = []
         self._inside: list[tuple[Tensor, set[Node]]] = []  # of the modules that are running, outermost first
 
     def first(self) -> str | None:
-        """The first that made a non-finite value of finite ones; None if none did. One host read.
-
-        "value_head.fc2 (forward output)", with "its weight is not finite" where that is so; "value_head (gradient,
-        SqrtBackward0)": a backward operation of the innermost module that ran it; "the input ..."; "the loss ...": it
-        gave the network a non-finite gradient. None says that all is finite up to the loss and back from it. A module
-        that makes infinities on purpose is named, too. Raises ValueError when the model was not called.
-        """
-        if not self.events:
-            raise ValueError("the model that is checked was never called; call the plain module, not torch.compile's")
-        flags = torch.stack([flag for event in self.events for flag in (event.before, event.after)]).tolist()
-        for event, before, after in zip(self.events, flags[::2], flags[1::2], strict=True):
-            forward = event.what in ("input", "output")
+        """As `first_nonfinite`; one host read."""
+        flags = torch.stack([flag for event in self._events for flag in event[2:]]).tolist()
+        for (module, operation, *_), before, after in zip(self._events, flags[::2], flags[1::2], strict=True):
+            forward = operation in ("input", "output")
             if before and not after:
-                return self._module(event)
+                if operation == "input":
+                    return "the input is already not finite"
+                made = f"gradient, {operation}" if not forward else f"forward output{self._bad_weights(module)}"
+                return f"{module or 'the network'} ({made})"
             # A module within another may get bad values that the outer one made between the two; a backward
             # operation can't, as all are watched: the first to get a bad gradient gets it from outside.
             if not before and not forward:
-                return f"the loss (the gradient that it gives {event.module or 'the network'})"
+                return f"the loss (the gradient that it gives {module or 'the network'})"
         return None
 
-    def _module(self, event: _Event) -> str:
-        name = event.module or "the network"
-        if event.what == "input":
-            return f"the input{event.module and f' of {event.module}'} is already not finite"
-        if event.what != "output":
-            return f"{name} (gradient, {event.what})"
-        own = self._model.get_submodule(event.module).named_parameters(recurse=False)
-        bad = [f"; its {key} is not finite" for key, p in own if not bool(local_part(p).isfinite().all())]
-        return f"{name} (forward output{''.join(bad)})"
+    def _bad_weights(self, module: str) -> str:
+        own = self._model.get_submodule(module).named_parameters(recurse=False)
+        return "".join(f"; its {key} is not finite" for key, p in own if not bool(local_part(p).isfinite().all()))
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Inputs are looked at before the module runs, as it may change them in place."""
-        inputs = _tensors((args, kwargs))
+        inputs = _floating((args, kwargs))
         finite = self._finite(inputs)
         if not self._inside:
-            self.events.append(_Event(name, "input", torch.ones_like(finite), finite))
+            self._events.append((name, "input", torch.ones_like(finite), finite))
         self._inside.append((finite, {t.grad_fn for t in inputs if t.grad_fn is not None}))
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Also called after an exception, with no output: checkpointing ends a second pass by one."""
         before, sources = self._inside.pop()
-        if outputs := _tensors(output):
-            self.events.append(_Event(name, "output", before, self._finite(outputs)))
+        if outputs := _floating(output):
+            self._events.append((name, "output", before, self._finite(outputs)))
             self._watch(name, outputs, sources)
 
     def _watch(self, name: str, outputs: list[Tensor], sources: set[Node]) -> None:
@@ -411,7 +432,8 @@ class FiniteChecks:
             todo += [behind for behind, _ in node.next_functions if behind is not None]
 
     def _backward(self, name: str, operation: str, outgoing: Any, incoming: Any) -> None:
-        self.events.append(_Event(name, operation, self._finite(_tensors(incoming)), self._finite(_tensors(outgoing))))
+        finite = self._finite(_floating(incoming)), self._finite(_floating(outgoing))
+        self._events.append((name, operation, *finite))
 
     @torch.no_grad()
     def _finite(self, tensors: list[Tensor]) -> Tensor:
@@ -422,28 +444,63 @@ class FiniteChecks:
 
 
 def first_nonfinite(replay: Callable[[], object], model: nn.Module) -> str | None:
-    """What goes bad first in `replay`, which runs forward and backward passes; see `FiniteChecks.first`.
+    """What first makes a non-finite value of finite ones in `replay`, which runs forward and backward passes of the
+    plain `model`; None if nothing did up to the loss and back from it.
 
-    replay: makes the failed passes again with the plain `model` and the same random numbers. Gradients and buffers that
-    it leaves behind are the caller's to reset. Raises ValueError for a compiled model, which would run without hooks.
+    "value_head.fc2 (forward output)", with "its weight is not finite" where that is so; "value_head (gradient,
+    SqrtBackward0)": a backward operation of the innermost module that ran it; "the input ..."; "the loss ...": it gave
+    the network a non-finite gradient. A module that makes infinities on purpose is named, too. Gradients and buffers
+    that the replay leaves behind are the caller's to reset.
     """
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        raise ValueError(
-            "finite checks need a model that is not compiled; give and run the plain module, or set "
-            "runtime.compile: false"
-        )
-    checks = FiniteChecks(model)
-    with hooked(model, checks.enter, checks.leave):
+    checks = _FiniteChecks(model)
+    with _hooked(model, checks.enter, checks.leave):
         replay()
     return checks.first()
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _floating(values: Any) -> list[Tensor]:
     """All floating-point tensors in nested tuples, lists and mappings."""
-    if isinstance(values, Tensor):
-        return [values] if values.is_floating_point() or values.is_complex() else []
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def keep_evidence(
+    run: Path, action: Action, step: int, health: Health, rows: Iterable[Mapping[str, Any]], source: Any, data: Data
+) -> Path:
+    """Write down in the run's folder what led to `action` at the update that made `step`; the folder of it.
+
+    rows: the latest ones of metrics. source: of its batches (`Data.batches`), whose records are kept too.
+    """
+    folder = run / "evidence" / f"{action}_{health.rollbacks + 1}_update_{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = [source.unskipped_index(i) for i in range(max(health.onset, step - EVIDENCE_UPDATES), step)]
+    rows = [row for row in rows if row["step"] > health.onset - EVIDENCE_UPDATES]
+    record = {"verdict": action, "last": health.last, "batches": batches, "health": health.to_dict(), "rows": rows}
+    write_json(folder / "evidence.json", record)
+    data.records(source, batches, folder)
+    return folder
+
+
+def target_figures(target: Tensor) -> dict[str, Any]:
+    """dtype, shape, least and greatest value, values that are not finite, and a histogram: value -> how often, or the
+    lower bounds of 16 equal bins -> how often where there are more different values than that."""
+    values = target.detach().cpu().double().numpy().ravel()
+    finite = values[np.isfinite(values)]
+    figures: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "shape": list(target.shape)}
+    figures |= {"not_finite": len(values) - len(finite), "histogram": {}}
+    if not len(finite):
+        return figures
+    bounds, counts = np.unique(finite, return_counts=True)
+    if len(bounds) > TARGET_BINS:
+        counts, bounds = np.histogram(finite, TARGET_BINS)
+    histogram = {f"{bound:g}": int(count) for bound, count in zip(bounds, counts, strict=False)}
+    return figures | {"least": finite.min(), "greatest": finite.max(), "histogram": histogram}
+
+
+def log_targets(path: Path, targets: Callable[[Batch], Mapping[str, Tensor]], stats: Stats, batch: Batch) -> None:
+    """A hook: a row of `target_figures` by term in targets.jsonl; an update that is repeated after a rollback stands
+    twice. targets: of a batch on the host, by term.
+    """
+    figures = {name: target_figures(target) for name, target in targets(batch).items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain({"time": utc_now(), "step": stats.step, "targets": figures})) + "\n")

@@ -2,12 +2,10 @@
 
 torchrun starts them. Each makes the same updates from rows of its own, and decides on numbers that are the same
 everywhere: sums over ranks, or what rank 0 says. So they all skip, roll back, stop and halve the micro-batch at once.
-With one rank every method gives its argument back.
 
-With `runtime.shard` torch's FSDP2 keeps a part of every weight, gradient and optimiser state on each rank. It gathers
-weights as a pass comes to them and sums gradients into the parts, so passes are collective operations, and all ranks
-make as many of them. Between passes a weight is a DTensor: of this the rest of the engine knows `full`, `local_part`,
-`sharded_like` and `unsharded`, which do nothing with a network that is not sharded.
+With `runtime.shard` torch's FSDP2 keeps a part of every weight, gradient and optimiser state on each rank. Passes are
+collective operations then, so all ranks make as many of them. Between passes a weight is a DTensor: of this the rest of
+the engine knows `full`, `local_part`, `sharded_like` and `unsharded`, which do nothing with other networks.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 import torch
@@ -30,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from matrixlib.config import Config
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError
 from matrixlib.engine.memory import out_of_memory
-from matrixlib.engine.storage import Checkpoint, CheckpointError
 from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
 
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 6.0
 """In which it is found out which rank does not answer."""
 OPENING = datetime.timedelta(hours=4)
-"""While rank 0 opens a run, with its trials, the others wait; the launcher ends them if it fails."""
+"""That the others wait at most while rank 0 opens a run; the launcher ends them if it fails."""
 PROBLEMS = ("compiler", "memory")
 """Why an update is to be repeated, the worst first."""
 SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")
@@ -57,7 +54,7 @@ class LostRank(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` that train together.
+    """This process among `size` that train together; with one, every method gives its argument back.
 
     group: of all of them, gloo on the CPU and NCCL between GPUs. store: outlives any of them. timeout: seconds after
     which a rank that does not answer counts as hung.
@@ -136,8 +133,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self, certain: bool = True) -> Iterator[None]:
-        """Within it, a RuntimeError is a LostRank. certain: False where it may also be an error of this rank's own,
-        which stays as it is where no rank is missing.
+        """Within it, a RuntimeError is a LostRank. certain: False where it may be an error of this rank's own, which
+        stays as it is where no rank is missing.
         """
         began = time.monotonic()
         try:
@@ -148,11 +145,9 @@ class Ranks:
             missing = self._missing(time.monotonic() - began > self.timeout)
             if not (missing or certain):
                 raise
-            text = (str(error) or repr(error)).splitlines()[0][:200]
             raise LostRank(
                 f"{missing or 'a rank on another host'} of {self.size} does not answer: killed, out of memory, hung, "
-                "or ended by an error of its own (look above); the same command goes on from the newest checkpoint "
-                f"({text})"
+                "or ended by an error of its own (look above); the same command goes on from the newest checkpoint"
             ) from error
 
     def _missing(self, timed_out: bool) -> str:
@@ -177,10 +172,8 @@ class Ranks:
 def _alive(process: str) -> bool:
     """Whether a process, "<pid> <host>", is there; True of one on another host."""
     pid, host = process.split(" ", 1)
-    if host != platform.node():
-        return True
     try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+        return host != platform.node() or psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -200,45 +193,19 @@ def join(timeout: float) -> Ranks:
         backend.set_device(local)
     limit = datetime.timedelta(seconds=timeout)
     shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
-    store = _meet(shared, rank, limit)
+    # torchrun's own store keeps what ranks wrote before a restart (https://github.com/pytorch/pytorch/issues/135712)
+    store = dist.PrefixStore(f"matrixlib {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     if not dist.is_initialized():
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend.communication(), store=group, rank=rank, world_size=size, timeout=limit)
-    own = dist.PrefixStore(f"matrixlib {store.port}", shared)
-    return Ranks(rank, size, dist.group.WORLD, own, timeout)
-
-
-def _meet(shared: dist.Store, rank: int, limit: datetime.timedelta) -> dist.TCPStore:
-    """A store of rank 0's own. torchrun's, `shared`, keeps what ranks wrote before a restart, addresses that nobody
-    answers at among it (https://github.com/pytorch/pytorch/issues/135712).
-    """
-    host, ends = os.environ["MASTER_ADDR"], time.monotonic() + limit.total_seconds()
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
-        shared.set("matrixlib", str(store.port))
-        return store
-    while True:
-        port = int(shared.get("matrixlib"))  # maybe that of a rank 0 before the restart, where nobody listens
-        try:
-            wait = datetime.timedelta(seconds=2)
-            store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-        except dist.DistNetworkError:
-            if time.monotonic() > ends:
-                raise
-        else:
-            store.set_timeout(limit)
-            return store
+    return Ranks(rank, size, dist.group.WORLD, store, timeout)
 
 
 def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) -> Checkpoint | None:
-    """As `Checkpoints.newest`: the one that rank 0 has found whole, on all. CheckpointError where one cannot."""
-    checkpoint = checkpoints.newest(before) if ranks.first else None
-    step = ranks.same(checkpoint.step if checkpoint is not None else None)
-    if ranks.first or step is None:
-        return checkpoint
-    checkpoint = checkpoints.newest(step)
-    if checkpoint is None or checkpoint.step != step:
-        raise CheckpointError(f"rank {ranks.rank} cannot read the checkpoint of update {step}, which rank 0 has read")
+    """As `Checkpoints.newest`, the same one on all ranks; CheckpointError where they found others."""
+    checkpoint = checkpoints.newest(before)
+    if len(set(steps := ranks.gather(checkpoint.step if checkpoint is not None else -1))) > 1:
+        raise CheckpointError(f"ranks have read checkpoints of other updates than one another: {steps}")
     return checkpoint
 
 
@@ -247,45 +214,6 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     passes, so no pass can wait for one of another rank.
     """
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-
-class Reducer:
-    """Sums the gradients of some parameters over ranks, in one all-reduce after the last pass of an update.
-
-    torch's DistributedDataParallel does that during the backward pass, but waits for every parameter of every rank:
-    where one runs out of memory in the middle of a pass, or has rows that leave a parameter out, the others wait for
-    good. Here all agree on what to do first.
-    """
-
-    def __init__(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
-        self._ranks, self._parameters = ranks, parameters
-
-    def passes(self, rows: int, total: int, micro_batch: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of each pass over this rank's rows; total: those of all ranks."""
-        return ((start, min(start + micro_batch, rows)) for start in range(0, rows, micro_batch))
-
-    @torch.no_grad()
-    def finish(self, problem: str) -> str:
-        """After the last pass, or what there was of it: the worst problem of any rank. Where there is none, "", the
-        gradients are sums over ranks, and None where no rank has given one.
-        """
-        if self._ranks.size == 1:
-            return problem
-        flags = {str(i): int(parameter.grad is not None) for i, parameter in enumerate(self._parameters)}
-        counts = self._ranks.total(flags | {name: int(name == problem) for name in PROBLEMS})
-        if worst := next((name for name in PROBLEMS if counts[name]), ""):
-            return worst
-        gradients = []
-        for i, parameter in enumerate(self._parameters):
-            if counts[str(i)]:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(parameter.grad)
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        with self._ranks.collective():
-            dist.all_reduce(flat, group=self._ranks.group)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-        return ""
 
 
 def check_shardable(config: Config, runtime: Runtime, size: int) -> None:
@@ -316,38 +244,32 @@ def _count_passes(rows: int, size: int, micro_batch: int) -> int:
     if rows // size < count:
         raise ValueError(
             f"{rows} rows for {size} ranks in passes of {micro_batch}: with runtime.shard all ranks make as many "
-            f"passes, so give a train.batch_size that is a multiple of {size}, or a larger one than {size} and a "
-            "train.micro_batch above 1"
+            f"passes, so give a train.batch_size that is a multiple of {size}, or a larger train.micro_batch"
         )
     return count
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Whether its parts lie on ranks."""
     return hasattr(tensor, "full_tensor")
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor: Any) -> Tensor:
     """The full tensor, on every rank; all ranks ask for it."""
-    value: Any = tensor
-    result: Tensor = value.full_tensor() if is_sharded(tensor) else value
-    return result
+    return cast(Tensor, tensor.full_tensor() if is_sharded(tensor) else tensor)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """What of a tensor lies on this rank."""
-    value: Any = tensor
-    result: Tensor = value.to_local() if is_sharded(tensor) else value
-    return result
+    return cast(Tensor, tensor.to_local() if is_sharded(tensor) else tensor)
 
 
-def sharded_like(tensor: Tensor, target: Tensor) -> Tensor:
+def sharded_like(tensor: Tensor, target: Any) -> Tensor:
     """A full tensor, which each rank has, sharded as `target` is."""
     if not is_sharded(target) or is_sharded(tensor):
         return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    assert isinstance(target, DTensor)
     there = tensor.to(target.device)
     return distribute_tensor(there, target.device_mesh, target.placements, src_data_rank=None)
 
@@ -373,7 +295,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     if not hasattr(model, "unshard"):
         yield
         return
-    root, parts = _fsdp_modules(model)
+    root: Any = model
+    parts = _fsdp_modules(model)
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
@@ -389,67 +312,94 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             part.set_reshard_after_forward(part is not root, recurse=False)  # the backward pass begins with the root
 
 
-def _fsdp_modules(model: nn.Module) -> tuple[Any, list[Any]]:
-    """(the network, it and what is gathered by itself), as FSDP's modules."""
-    return model, [module for module in model.modules() if hasattr(module, "unshard")]
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    """The network and what is gathered by itself."""
+    return [module for module in model.modules() if hasattr(module, "unshard")]
 
 
-class ShardedReducer:
-    """The gradients of a network that it shards over the ranks, in the place of `Reducer`.
+class Reducer:
+    """Sums the gradients of a network over ranks.
 
-    What the network's `parts()` names is gathered when a pass comes to it, forward and backward, and let go of; all
-    else, without that method everything, is there during the whole pass. Under bf16 these parts are gathered in it,
-    unless they have a batch norm, and their gradients are summed in fp32. They are summed after each pass: what several
-    passes add up to would be as large as the whole network.
+    Of a whole network in one all-reduce after the last pass of an update. torch's DistributedDataParallel waits for
+    every parameter of every rank in the backward pass: where one runs out of memory, or has rows that leave a parameter
+    out, the others wait for good. Here all agree on what to do first.
+
+    With `runtime.shard` what the network's `parts()` names is gathered when a pass comes to it and let go of; all else,
+    without that method everything, is there during the whole pass. Under bf16 these parts are gathered in it, unless
+    they have a batch norm, and their gradients are summed in fp32, after each pass: several would be as large as the
+    whole network.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, config: Config, runtime: Runtime) -> None:
-        """The weights are rank 0's. ValueError where the network or its options do not go with this."""
+        """All get rank 0's weights. ValueError where the network or its options do not go with `runtime.shard`."""
+        self._ranks, self._given = ranks, set[str]()
+        self._sharded = config.runtime.shard and ranks.size > 1
+        if self._sharded:
+            check_shardable(config, runtime, ranks.size)
+        ranks.broadcast(model.state_dict().values())
+        if self._sharded:
+            self._shard(model, runtime)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def _shard(self, model: nn.Module, runtime: Runtime) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        check_shardable(config, runtime, ranks.size)
-        assert ranks.group is not None
-        ranks.broadcast(model.state_dict().values())
-        mesh = DeviceMesh.from_group(ranks.group, runtime.device)
+        assert self._ranks.group is not None
+        mesh = DeviceMesh.from_group(self._ranks.group, runtime.device)
         plain = low = MixedPrecisionPolicy()
         if runtime.dtype == "bf16":  # inputs are left to autocast
             low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         for part in getattr(model, "parts", list)():
             fully_shard(part, mesh=mesh, mp_policy=plain if batch_norms(part) else low)
         fully_shard(model, mesh=mesh)
-        self._ranks, self._given = ranks, set[str]()
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for part in _fsdp_modules(model)[1]:
+        for part in _fsdp_modules(model):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_reduce_scatter_unused_params(True, recurse=False)
-        with ranks.collective(), unsharded(model):
+        with self._ranks.collective(), unsharded(model):
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._given.add(name))
 
     def passes(self, rows: int, total: int, micro_batch: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of each pass over this rank's rows; total: those of all ranks."""
         self._given = set()
-        count = _count_passes(total, self._ranks.size, micro_batch)
-        for number in range(count):
-            yield rows * number // count, rows * (number + 1) // count
+        if self._sharded:
+            count = _count_passes(total, self._ranks.size, micro_batch)
+            return ((rows * number // count, rows * (number + 1) // count) for number in range(count))
+        return ((start, min(start + micro_batch, rows)) for start in range(0, rows, micro_batch))
 
+    @torch.no_grad()
     def finish(self, problem: str) -> str:
-        """After the last pass, which has summed the gradients: "", and a gradient is None where no rank has given one.
-        ValueError where memory has run out: the others wait in the middle of a pass, so it cannot be repeated.
+        """After the last pass, or what there was of it: the worst problem of any rank. Where there is none, "", the
+        gradients are sums over ranks, and None where no rank has given one. ValueError where memory has run out with
+        `runtime.shard`: the others wait in the middle of a pass, so it cannot be repeated.
         """
-        if problem:
+        if self._ranks.size == 1:
+            return problem
+        if self._sharded and problem:
             raise ValueError(
                 f"rank {self._ranks.rank} of {self._ranks.size} ran out of memory. With runtime.shard the micro-batch "
                 "is not halved by itself: go on with a smaller train.micro_batch, or with more ranks"
             )
-        counts = self._ranks.total({name: int(name in self._given) for name in self._parameters})
+        given = self._given or {name for name, p in self._parameters.items() if p.grad is not None}
+        flags = {f" {name}": int(name == problem) for name in PROBLEMS}
+        counts = self._ranks.total(flags | {name: int(name in given) for name in self._parameters})
+        if worst := next((name for name in PROBLEMS if counts[f" {name}"]), ""):
+            return worst
+        gradients = []
         for name, parameter in self._parameters.items():
             if not counts[name]:
                 parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        if self._sharded:  # which its passes have summed
+            return ""
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        with self._ranks.collective():
+            dist.all_reduce(flat, group=self._ranks.group)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
         return ""
-
-    def _take(self, name: str, parameter: Tensor) -> None:
-        self._given.add(name)

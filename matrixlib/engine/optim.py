@@ -3,30 +3,28 @@
 import importlib
 import importlib.util
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from matrixlib.config import OptimConfig
 from matrixlib.engine.distributed import sharded_like
-from matrixlib.engine.muon import Muon
 from matrixlib.hardware import backend
 
-DECAYED = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.MultiheadAttention,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+DECAYED = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, _ConvNd)
 """Module types whose matrices get weight decay: those that multiply activations by them."""
 
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Newton and Schulz's iteration of the fifth degree, as torch has them: https://kellerjordan.github.io/posts/muon/."""
+RMS = 0.2
+"""Root mean square of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+ROWS_DECAY = 0.95
+"""Of the mean squares of rows (Li et al. 2025, https://arxiv.org/abs/2510.05491)."""
 _COUNTERS = ("step", "k", "weight_sum", "lr_max")
 _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
 """Entries of 8-bit AdamW's state that are not of the parameter's shape: its code and the scale of each block."""
@@ -34,7 +32,7 @@ _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
 
 class SGDParameters(nn.Module):
     """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule and decay, their
-    gradients clipped by themselves. AdamW divides a gradient by its own size, so that a factor on it would be lost.
+    gradients clipped by themselves: AdamW divides by a gradient's size, so that a factor on it would be lost.
     """
 
     rate: float
@@ -81,21 +79,26 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) -> list[dict[str, Any]]:
-    """Groups of an optimiser: decayed, and not decayed (weight_decay 0). Frozen parameters are in neither.
+    """Groups of an optimiser: decayed, and not decayed (weight_decay 0). Frozen parameters, and those of a
+    `SGDParameters`, are in neither.
 
-    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and
-    convolution kernels. Everything else is not: biases, norms, embeddings, and parameters that a module of
-    our own holds directly, such as position encodings and attention biases. A parameter shared with one that
-    must not decay (tied embeddings) does not decay. Those of a `SGDParameters` are in neither.
+    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and convolution
+    kernels. Everything else is not: biases, norms, embeddings, parameters that a module of our own holds directly, and
+    those shared with one that must not decay (tied embeddings).
 
     muon: each group also says whether it is `orthogonal`. Those are the decayed ones of hidden layers; the network's
-    `edges()` names the layers that take the data or give the outputs, which stay with AdamW as is the field's practice.
-    Raises ValueError for a network without that method.
+    `edges()` names the layers that take the data or give the outputs. ValueError for a network without that method.
     """
-    edges = _edges(unwrap(model)) if muon else frozenset()
+    network: Any = unwrap(model)
+    if muon and not hasattr(network, "edges"):
+        raise ValueError(
+            f"muon moves the matrices of hidden layers alone: give {type(network).__name__} a method `edges()` that "
+            "returns its first and last layers (of an own task), or choose another optim.optimiser"
+        )
+    edges = {inner for layer in network.edges() for inner in layer.modules()} if muon else set()
     parameters: dict[int, nn.Parameter] = {}
     kinds: dict[int, tuple[bool, bool]] = {}
-    for module in unwrap(model).modules():
+    for module in network.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and not isinstance(module, SGDParameters):
                 key, allowed = id(parameter), isinstance(module, DECAYED) and parameter.ndim >= 2
@@ -112,16 +115,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) 
     return groups
 
 
-def _edges(network: nn.Module) -> frozenset[nn.Module]:
-    edges = getattr(network, "edges", None)
-    if edges is None:
-        raise ValueError(
-            f"muon moves the matrices of hidden layers alone: give {type(network).__name__} a method `edges()` that "
-            "returns its first and last layers (of an own task), or choose another optim.optimiser"
-        )
-    return frozenset(inner for layer in edges() for inner in layer.modules())
-
-
 def optimiser(
     model: nn.Module,
     config: OptimConfig,
@@ -132,7 +125,7 @@ def optimiser(
     is one that serves every network, else foreach. own: makes another one from the parameter groups.
 
     The step sets the learning rate of each update. Without its library 8-bit AdamW is plain AdamW, with a warning.
-    Raises ValueError when no parameter can be trained, or when the library of an optimiser is not installed.
+    ValueError when no parameter can be trained, or when the library of an optimiser is not installed.
     """
     groups = parameter_groups(model, config.weight_decay, config.optimiser in ("muon", "normuon"))
     if not groups:
@@ -144,56 +137,53 @@ def optimiser(
         return made
     fused = device.type in backend.FUSED
     base: dict[str, Any] = {"lr": config.learning_rate, "foreach": True}
-    fast: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}
     moments: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    match optimiser_kind(config):
-        case "muon" | "normuon" as kind:
-            return Muon(groups, momentum=config.momentum, even_rows=kind == "normuon", **fast, **moments)
-        case "adam":
-            return torch.optim.Adam(groups, **fast, **moments)
-        case "sgd":  # torch 2.13's fused kernel fails at a parameter whose gradients begin after the others'
-            return torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.momentum > 0, **base)
-        case "rmsprop":
-            return torch.optim.RMSprop(groups, alpha=config.beta2, eps=config.eps, **base)
-        case "radam":
-            return torch.optim.RAdam(groups, decoupled_weight_decay=True, **base, **moments)
-        case "nadam":
-            return torch.optim.NAdam(groups, decoupled_weight_decay=True, **base, **moments)
-        case "adafactor":
-            return torch.optim.Adafactor(groups, **base)
-        case "lamb":
-            return _library("pytorch_optimizer", config).Lamb(groups, **base, **moments)
-        case "schedule_free":
-            free = _library("schedulefree", config).AdamWScheduleFree(groups, **base, **moments)
-            free.train()  # before the first update it sets a flag alone
-            return cast(torch.optim.Optimizer, free)
-        case "adamw_8bit":
-            for parameter in (parameter for group in groups for parameter in group["params"]):
-                parameter.data = parameter.data.contiguous()  # its updates would, after the average has looked them up
-            return cast(
-                torch.optim.Optimizer,
-                _library("bitsandbytes", config).optim.AdamW8bit(groups, lr=config.learning_rate, **moments),
-            )
-    if config.optimiser == "adamw_8bit":
-        text = "bitsandbytes is not installed, so optim.optimiser adamw_8bit is plain AdamW; pip install bitsandbytes"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return torch.optim.AdamW(groups, **fast, **moments)
+    fast = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True} | moments
+    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, fast),
+        "muon": (Muon, fast | {"momentum": config.momentum}),
+        "normuon": (Muon, fast | {"momentum": config.momentum, "even_rows": True}),
+        "adam": (torch.optim.Adam, fast),
+        # torch 2.13's fused kernel fails at a parameter whose gradients begin after the others'
+        "sgd": (torch.optim.SGD, base | {"momentum": config.momentum, "nesterov": config.momentum > 0}),
+        "rmsprop": (torch.optim.RMSprop, base | {"alpha": config.beta2, "eps": config.eps}),
+        "radam": (torch.optim.RAdam, base | moments | {"decoupled_weight_decay": True}),
+        "nadam": (torch.optim.NAdam, base | moments | {"decoupled_weight_decay": True}),
+        "adafactor": (torch.optim.Adafactor, base),
+    }
+    kind = optimiser_kind(config)
+    if kind in kinds:
+        if kind != config.optimiser:
+            text = "bitsandbytes is not installed, so optim.optimiser adamw_8bit is plain AdamW"
+            warnings.warn(f"{text}; pip install bitsandbytes", RuntimeWarning, stacklevel=2)
+        of_torch, options = kinds[kind]
+        return of_torch(groups, **options)
+    package, name = {
+        "lamb": ("pytorch_optimizer", "Lamb"),
+        "schedule_free": ("schedulefree", "AdamWScheduleFree"),
+        "adamw_8bit": ("bitsandbytes.optim", "AdamW8bit"),
+    }[kind]
+    if kind == "adamw_8bit":
+        base.pop("foreach")
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            parameter.data = parameter.data.contiguous()  # its updates would, after the average has looked them up
+    try:
+        library = importlib.import_module(package)
+    except ImportError as error:
+        install = package.partition(".")[0].replace("_", "-")
+        raise ValueError(
+            f"optim.optimiser {kind} needs {install} ({error}); pip install {install}, or choose another"
+        ) from error
+    foreign: Any = getattr(library, name)(groups, **base, **moments)
+    if kind == "schedule_free":
+        foreign.train()  # before the first update it sets a flag alone
+    return cast(torch.optim.Optimizer, foreign)
 
 
 def optimiser_kind(config: OptimConfig) -> str:
     """The optimiser that is used: `config`'s, but plain AdamW where the library of 8-bit AdamW is not installed."""
     absent = config.optimiser == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
     return "adamw" if absent else config.optimiser
-
-
-def _library(name: str, config: OptimConfig) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.replace("_", "-")
-        raise ValueError(
-            f"optim.optimiser {config.optimiser} needs {package} ({error}); pip install {package}, or choose another"
-        ) from error
 
 
 def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -221,15 +211,9 @@ def _sgd_modules(model: nn.Module) -> dict[str, SGDParameters]:
 # no gradient yet does not have, and makes a zero-rate update where there is none.
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
-
-
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first
-    update.
-    """
-    names = _names(model)
+    """The optimiser's state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first update."""
+    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     return {
         f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
         for parameter, state in optimiser.state.items()
@@ -248,11 +232,10 @@ def load_optimiser(
     tensors: Mapping[str, Tensor],
     counters: Sequence[Mapping[str, float]],
 ) -> None:
-    """Restore what `optimiser_tensors` and `optimiser_counters` gave. Raises ValueError when a name is not a trainable
-    parameter's.
-    """
-    names, parameters = _names(model), [p for group in optimiser.param_groups for p in group["params"]]
-    places = {names[id(parameter)]: place for place, parameter in enumerate(parameters)}
+    """Restore what `optimiser_tensors` and `optimiser_counters` gave. ValueError for a name of no such parameter."""
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): place for place, parameter in enumerate(parameters)}
+    places = {name: numbers[id(p)] for name, p in unwrap(model).named_parameters() if id(p) in numbers}
     state: dict[int, dict[str, Tensor | int]] = {}
     for name, value in tensors.items():
         name, _, key = name.rpartition("/")
@@ -301,3 +284,107 @@ def add_noise(gradients: Iterable[Tensor], variance: float, seed: int, update: i
             generators[device] = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + update + NOISE) % 2**63)
         drawn = torch.randn(gradient.shape, generator=generators[device], device=device, dtype=gradient.dtype)
         gradient.add_(drawn, alpha=variance**0.5)
+
+
+class Muon(torch.optim.AdamW):
+    """Groups with `orthogonal: True` are moved by Muon, the others by AdamW; all by one learning rate.
+
+    torch.optim.Muon takes matrices alone, one at a time. Here a kernel (O, I, h, w) is a matrix (O, I * h * w), and
+    those of one shape are made orthogonal together. An update has the size of AdamW's (torch's `match_rms_adamw`).
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, momentum: float, even_rows: bool = False, **options: Any
+    ) -> None:
+        """groups: of AdamW, each with the key `orthogonal`. momentum: of the matrices, with Nesterov's look ahead.
+        even_rows: NorMuon, in which each output is moved about as far as the others.
+        """
+        super().__init__(groups, **options)
+        self.momentum, self.even_rows = momentum, even_rows
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["orthogonal"]:
+                self._move(group)
+        return loss
+
+    def _move(self, group: dict[str, Any]) -> None:
+        moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not moved:
+            return
+        for parameter in moved:
+            if not self.state[parameter]:  # AdamW's loading looks for a step in every state
+                self.state[parameter] |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(parameter)}
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in moved]
+        gradients = [parameter.grad for parameter in moved]
+        torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
+        directions = torch._foreach_lerp(gradients, buffers, self.momentum)
+        torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+        by_shape = defaultdict[torch.Size, list[int]](list)
+        for place, direction in enumerate(directions):
+            by_shape[direction.flatten(1).shape].append(place)
+        for places in by_shape.values():
+            matrices = torch.stack([directions[place].flatten(1) for place in places])
+            size = RMS * max(matrices.shape[1:]) ** 0.5
+            updates = orthogonal(matrices)
+            if self.even_rows:
+                updates = self._evened([moved[place] for place in places], updates)
+            for place, update in zip(places, updates, strict=True):
+                moved[place].add_(update.view(moved[place].shape), alpha=-group["lr"] * size)
+
+    def _evened(self, parameters: Sequence[Tensor], updates: Tensor) -> Tensor:
+        """Updates (N, R, C) with rows divided by the root of their mean squares of late, all together as large."""
+        squares = updates.square().mean(2)
+        for parameter, square in zip(parameters, squares, strict=True):
+            state = self.state[parameter]
+            if "row_squares" not in state:  # of as many dimensions as the parameter, as checkpoints want it
+                state["row_squares"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
+            late = state["row_squares"].view(-1)
+            late.lerp_(square, 1 - ROWS_DECAY)
+            square.copy_(late)
+        even = updates / (squares.sqrt() + 1e-8).unsqueeze(2)
+        return even * (updates.square().mean((1, 2), True) / even.square().mean((1, 2), True).clamp(min=1e-30)).sqrt()
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """(N, R, C) to about the nearest matrices with orthogonal rows (R <= C) or columns: singular values come out
+    between 0.7 and 1.2, those that are next to nothing below.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if tall else matrices).float()
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    x = _by_squares(x) if x.is_cpu else _by_steps(x.bfloat16())
+    return (x.mT if tall else x).to(matrices.dtype).contiguous()
+
+
+def _by_steps(x: Tensor) -> Tensor:
+    """Newton and Schulz's iteration as it is known, in bf16, for GPUs."""
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _by_squares(x: Tensor) -> Tensor:
+    """The same in a third of the time on a CPU: each step multiplies x by a polynomial of x x', and all of these
+    commute, so they are multiplied with each other and with x once. Not in TF32 or bf16: an eigenvalue of the square
+    that rounding makes negative grows tenfold at each step.
+    """
+    a, b, c = COEFFICIENTS
+    square = x @ x.mT
+    one = torch.eye(square.shape[1], dtype=square.dtype)
+    whole = one.expand_as(square)
+    for number in range(STEPS):
+        factor = torch.baddbmm(square, square, square, beta=b, alpha=c).add_(one, alpha=a)
+        whole = factor @ whole
+        if number < STEPS - 1:
+            square = factor @ square @ factor
+    return whole @ x

@@ -18,7 +18,7 @@ from matrixlib.config import Config
 from matrixlib.engine import averages, compiler, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
-from matrixlib.engine.distributed import Ranks, Reducer, ShardedReducer, batch_norms, full, gather_full
+from matrixlib.engine.distributed import Ranks, Reducer, batch_norms, full, gather_full
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import first_line, fresh_model, may_be_memory, out_of_memory
 from matrixlib.engine.optim import unwrap
@@ -100,7 +100,7 @@ class Step:
         self.side_optimizer = optim.side_optimizer(plain)
         if self.sharded and self.side_optimizer is not None:
             raise ValueError("runtime.shard does not go with teacher.schedule learned: take fixed or linear")
-        self.reducer = self._reducer(plain, config, runtime)
+        self.reducer = Reducer(ranks, plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device, parts.optimizer)
@@ -130,12 +130,6 @@ class Step:
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
         self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
-
-    def _reducer(self, model: nn.Module, config: Config, runtime: Runtime) -> Reducer | ShardedReducer:
-        if self.sharded:
-            return ShardedReducer(self.ranks, model, config, runtime)
-        self.ranks.broadcast(optim.named_tensors(model).values())
-        return Reducer(self.ranks, [p for p in model.parameters() if p.requires_grad])  # of the side optimiser, too
 
     def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.

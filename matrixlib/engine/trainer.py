@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from matrixlib.engine import diagnostics, optim
+from matrixlib.engine.averages import EvalWeights
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Saving
 from matrixlib.engine.context import Context
 from matrixlib.engine.curriculum import Curriculum
+from matrixlib.engine.diagnostics import first_update, inspect, keep_evidence
 from matrixlib.engine.distributed import LostRank, newest
-from matrixlib.engine.eval_weights import EvalWeights
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.inspection import first_update, inspect, keep_evidence
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
@@ -305,7 +305,7 @@ class Trainer:
             loader=self._source.prefetch_stats() or None,
             throughput=throughput,
             share_of_peak=round(throughput / self.peak, 4) if self.peak else None,
-            validation=validation.to_dict() if validation else None,
+            validation=asdict(validation) if validation else None,
             statistics=figures,
             initial=self.initial if self.step == 1 else None,
             messages=tuple(messages),
@@ -337,7 +337,7 @@ class Trainer:
         active, alive = self._step.active - self._step.auxiliary_terms, partial(self.write_heartbeat, "validation")
         with self._step.clock.phase("validation"), self._eval_weights.applied(self._source):
             validation = self._held_out.measure(kind, self.model, active, alive)
-            phase = self._held_out.measure_phase(self.model, active) if validation is not None else None
+            phase = self._held_out.measure("phase", self.model, active) if validation is not None else None
         if validation is None:
             return None
         if phase is not None and self.curriculum is not None:

@@ -5,9 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import length_hint
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from matrixlib.engine.task import Batch, Data, Task, to_device
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.progress import live_bar
 
-BAR_SECONDS = 5.0
-"""A pass over held-out data that takes longer shows how far it is."""
 CLEARLY = 1.1
 """Times the least held-out loss so far, above which terms that were to help are switched off."""
 ALONE = Ranks()
@@ -43,26 +40,6 @@ class Validation:
     metrics: dict[str, float]
     counts: dict[str, int]
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for metrics.jsonl."""
-        return asdict(self)
-
-
-def with_bar(batches: Iterable[Batch], name: str) -> Iterator[Batch]:
-    """The same batches, with a bar and the time left where a pass over them takes more than `BAR_SECONDS`."""
-    began, bar = time.perf_counter(), None
-    try:
-        for number, batch in enumerate(batches):
-            if bar is None and time.perf_counter() - began > BAR_SECONDS:
-                total = length_hint(batches) or None
-                bar = live_bar(initial=number, total=total, desc=name, unit="batch", leave=False)
-            yield batch
-            if bar is not None:
-                bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
 
 
 @contextmanager
@@ -91,9 +68,9 @@ def validate(
 ) -> Validation | None:
     """Losses and metrics of `model` over `batches` (host tensors), of all ranks together; None where there is no batch.
 
-    Sums and counts run over all batches, so a short last batch weighs no more than it should. The sums stay
-    on the device (float64 where it has that) and are read once at the end. beat: called after each batch. passes: how
-    batches are cut where memory runs out, for the validations to come as well.
+    Sums and counts run over all batches, so a short last batch weighs no more than it should. The sums stay on the
+    device (float64 where it has that) and are read once at the end. beat: called after each batch. passes: how batches
+    are cut where memory runs out, for the validations to come as well.
     """
     started = time.perf_counter()
     device = runtime.torch_device
@@ -121,7 +98,8 @@ def validate(
         return None
     values = ranks.total({name: own.get(name, 0.0) for name in names})
     counts = ranks.total(counts)
-    means = {name: value / counts[_term(name)] for name, value in values.items() if counts[_term(name)]}
+    items = {name: counts[name.split("/")[0]] for name in values}
+    means = {name: value / items[name] for name, value in values.items() if items[name]}
     losses_ = {name: value for name, value in means.items() if name in active}
     return Validation(
         kind,
@@ -142,7 +120,7 @@ class HeldOut:
     def __init__(self, task: Task, data: Data, runtime: Runtime, ranks: Ranks = ALONE) -> None:
         self._task, self._data, self._runtime, self._ranks = task, data, runtime, ranks
         self._sample: list[Batch] | None = None
-        self._of_phase: tuple[Task, list[Batch]] | None = None
+        self._phase: tuple[Task, list[Batch]] = task, []
         self.passes = OomBackoff()
 
     def batches(self, kind: str) -> Iterable[Batch]:
@@ -154,22 +132,18 @@ class HeldOut:
         return self._sample
 
     def enter(self, task: Task, phase: Phase) -> None:
-        """From now on `measure_phase` is of the sample of this phase of the curriculum, scored by `task`."""
-        self._of_phase = task, list(self._data.held_out("sample", phase))
+        """From now on kind "phase" is the sample of this phase of the curriculum, scored by `task`."""
+        self._phase = task, list(self._data.held_out("sample", phase))
 
     def measure(
-        self, kind: str, model: nn.Module, active: frozenset[str], beat: Callable[[], None]
+        self, kind: str, model: nn.Module, active: frozenset[str], beat: Callable[[], None] = lambda: None
     ) -> Validation | None:
-        """One validation, with a bar where it takes long; None where nothing is held out."""
-        batches = with_bar(self.batches(kind), f"{kind} validation")
-        return validate(self._task, model, batches, self._runtime, active, kind, beat, self.passes, self._ranks)
-
-    def measure_phase(self, model: nn.Module, active: frozenset[str]) -> Validation | None:
-        """One validation of the phase that was entered; None without one."""
-        if self._of_phase is None:
-            return None
-        task, batches = self._of_phase
-        return validate(task, model, batches, self._runtime, active, "phase", passes=self.passes, ranks=self._ranks)
+        """One validation, "sample", "full" (with a bar) or "phase"; None where nothing is held out."""
+        task, batches = self._phase if kind == "phase" else (self._task, self.batches(kind))
+        if kind == "full":
+            total = length_hint(batches) or None
+            batches = live_bar(iterable=batches, total=total, desc="full validation", unit="batch", leave=False)
+        return validate(task, model, batches, self._runtime, active, kind, beat, self.passes, self._ranks)
 
 
 def refuse_below_floor(
@@ -199,10 +173,9 @@ class Cadence(State):
     """When to validate and when to stop, as a state machine over update counts and losses.
 
     due_at: update count of the next validation. done: how many there were. stale: validations since the last
-    improvement of their kind; from `plateau` of them on, validations come `plateau_factor` times rarer.
-    reference: loss by kind that has to be beaten by `min_delta` (absolute) to count as an improvement.
-    full_stale: full validations since the last improvement of the full loss. best, best_at: lowest full loss
-    and its update count. stop: why training should end, "" while it should not.
+    improvement of their kind; from `plateau` of them on, they come `plateau_factor` times rarer. reference: loss by
+    kind that has to be beaten by `min_delta` (absolute). full_stale: as stale, of full ones. best, best_at: lowest full
+    loss and its update count.
 
     For an interval of `auto`: updating, validating: seconds in updates and in validations so far; seconds: of the last
     validation by kind. The next one is due where all of them, it included, take `share` of the time.
@@ -234,9 +207,7 @@ class Cadence(State):
         """After `updates` of `steps` updates: "sample", "full" or None. The last update's is always full."""
         if updates >= steps:
             return "full"
-        if updates < self.due_at:
-            return None
-        return self._next_kind()
+        return self._next_kind() if updates >= self.due_at else None
 
     def _next_kind(self) -> str:
         return "full" if (self.done + 1) % self.config.full_every == 0 else "sample"
@@ -291,7 +262,3 @@ class Cadence(State):
                 f"best {best:.4f} after {self.best_at} updates"
             )
         return ""
-
-
-def _term(name: str) -> str:
-    return name.split("/")[0]

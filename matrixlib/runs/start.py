@@ -14,12 +14,12 @@ from torch import Tensor
 from matrixlib import config as configuration
 from matrixlib.config import Config
 from matrixlib.data.shards import file_hash
-from matrixlib.engine import optim, storage
+from matrixlib.engine import optim
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.context import Context
+from matrixlib.engine.diagnostics import log_targets
 from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.folder import read_run_config
-from matrixlib.engine.inspection import TargetLog
 from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, NoLog, interval
 from matrixlib.engine.task import Batch, Task, Teacher
@@ -146,7 +146,7 @@ def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, st
     if given.task != config.task:
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
     model = get_task(given.task).task(given).build_model()
-    tensors, sha256 = weights(pick_checkpoint(folder, given, named, model))
+    tensors, sha256 = weights(pick_checkpoint(folder, given, named))
     return tensors, given.model, sha256, optim.own_to_training(model)
 
 
@@ -163,7 +163,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
     assert isinstance(steps, int)
     log = folder / "metrics.jsonl"
     model, kept = fresh_model(data.task), config.checkpoint
-    targets = TargetLog(folder / "targets.jsonl", partial(data.spec.ssl_targets, data.task))
+    targets = partial(log_targets, folder / "targets.jsonl", partial(data.spec.ssl_targets, data.task))
     recorded = {"teacher": dict(teacher.record)} if teacher is not None else {}
     context = Context(
         task=data.task,
@@ -178,7 +178,6 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
             kept.compress,
             best=kept.keep_best,
             every=kept.keep_every,
-            largest=storage.largest_group(model),
         ),
         metrics=MetricsLog(log, interval(steps)) if ranks.first else NoLog(log),
         steps=steps,

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
     from matrixlib.data.reader import Sidecars
     from matrixlib.data.shards import Batch, Layout
+    from matrixlib.engine.checkpoint import Checkpoint
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
-    from matrixlib.engine.storage import Checkpoint
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
@@ -349,7 +349,7 @@ def load_network(
             "load(run, trunk=...); its source is in run.json"
         )
     model = fresh_model(spec.with_parts(spec.task(config), parts))
-    stored = pick_checkpoint(folder, config, checkpoint, model)
+    stored = pick_checkpoint(folder, config, checkpoint)
     tensors, sha256 = weights(stored)
     if recorded and not parts.heads:
         own = optim.named_tensors(model)
@@ -361,14 +361,11 @@ def load_network(
     return net
 
 
-def pick_checkpoint(folder: Path, config: Config, checkpoint: str, model: nn.Module) -> Checkpoint:
-    """A checkpoint of a run's folder, of which no more is unpacked than this network needs. CheckpointError naming
-    one that is missing or damaged."""
-    from matrixlib.engine import storage
+def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint:
+    """A checkpoint of a run's folder. CheckpointError naming one that is missing or damaged."""
     from matrixlib.engine.checkpoint import Checkpoints
 
-    largest = storage.largest_group(model)
-    return Checkpoints(folder / "checkpoints", config.checkpoint.keep, largest=largest).pick(checkpoint)
+    return Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
 
 
 def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "auto") -> Runtime:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from card import CALM, DEVICE, DRY, QUIET, ROWS, batches_of, configured, half_precision, overrides, step_of
 
-from matrixlib.engine import storage
+from matrixlib.engine import checkpoint as checkpoints
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import get_task
@@ -132,7 +132,7 @@ def test_a_save_writes_the_bytes_of_the_moment_at_which_it_was_asked_for(reports
         for _ in range(beside):
             next(updates)
         run.trainer.checkpoints.join()
-        stored = storage.read(path).tensors
+        stored = checkpoints.read(path).tensors
         for group, members in clones.items():
             assert all(torch.equal(stored[group][name], tensor) for name, tensor in members.items()), group
     updates.close()
