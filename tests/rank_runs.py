@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import toy_spec
-from matrixlib.runs.training import begin
 from torch import Tensor, nn
 from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime
 
@@ -36,7 +35,7 @@ from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.signals import Terminated
 from matrixlib.engine.task import Batch, Teacher
 from matrixlib.engine.trainer import Trainer
-from matrixlib.runs.start import Start
+from matrixlib.runs.start import begin
 from matrixlib.tasks import load_config
 
 STEPS, ROWS = 10, 23  # so that ranks have different numbers of rows
@@ -264,7 +263,7 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 trainer = build(folder / f"{name}_{size}", ranks, double=True, task=task, teacher=teacher, **options)
                 if name == "init":
                     tensors = {key: tensor / 2 for key, tensor in trainer.model.state_dict().items()}
-                    begin(trainer, Start("somewhere", "0", tensors if ranks.first else {}, (), (), (), {}))
+                    begin(trainer, tensors if ranks.first else {})
                 out[f"{name} {size}"] = [
                     float(value.sum()) for value in weights(run(trainer, resume=name != "init")).values()
                 ]

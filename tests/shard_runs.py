@@ -16,16 +16,15 @@ from typing import Any
 import rank_runs
 import torch
 import torch.distributed as dist
-from matrixlib.runs.training import begin
 from rank_runs import BranchNet, ShortTask, build, distance, lost, poison, ruin, run, told
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import diagnostics, metrics
-from matrixlib.engine.distributed import SHARDED_OPTIMISERS, Ranks, ShardedReducer, full, local_part, unsharded
+from matrixlib.engine.distributed import SHARDED_OPTIMISERS, Ranks, Reducer, full, local_part, unsharded
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
-from matrixlib.runs.start import Start
+from matrixlib.runs.start import begin
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.config import ModelConfig
 from matrixlib.tasks.chess.model import PolicyValueNet
@@ -182,7 +181,7 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
     out["bad weight"] = trainer._step(next(trainer._source.batches(0, 1))).detail
     given = {name: tensor / 2 for name, tensor in DeepNet().state_dict().items()} if two.first else {}
     trainer = make(folder / "init", two, train={"init": "somewhere"})
-    begin(trainer, Start("somewhere", "0", given, (), (), (), {}))
+    begin(trainer, given)
     state = weights(trainer)
     out["init"] = max([float((state[name] - value).abs().max()) for name, value in given.items()], default=0.0)
     try:
@@ -207,7 +206,7 @@ def mixed(ranks: Ranks) -> dict[str, Any]:
             torch.manual_seed(3)
             nets.append(PolicyValueNet(ModelConfig.model_validate(options)))
         runtime = toy_runtime(dtype="bf16")
-        shards = ShardedReducer(ranks, nets[1], load_config("demo", SHARD), runtime)
+        shards = Reducer(ranks, nets[1], load_config("demo", SHARD), runtime)
         planes = torch.randn(4, 19, 8, 8, generator=torch.Generator().manual_seed(1))
         results = []
         for net in nets:

@@ -14,7 +14,7 @@ from torch import Tensor
 from toy_task import ToyNet, ToySource
 
 from matrixlib.config import Config, ConfigError
-from matrixlib.engine import checkpoint
+from matrixlib.engine import checkpoint as checkpoints
 from matrixlib.engine.averages import BATCHES, SWA
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.tasks import load_config
@@ -34,7 +34,7 @@ def test_it_is_the_mean_of_the_saved_weights(tmp_path: Path) -> None:
     """Those after updates 12, 10 and 8 of 12; before, the raw weights are judged and saved."""
     trainer = build(tmp_path, config=averaged(SWA_HALF, checkpoint={"interval": 1, "keep": 20}))
     list(trainer.train())
-    saved = {step: checkpoint.read(tmp_path / f"checkpoints/step_{step:08d}") for step in range(1, 13)}
+    saved = {step: checkpoints.read(tmp_path / f"checkpoints/step_{step:08d}") for step in range(1, 13)}
     parameters = [name for name, _ in trainer.model.named_parameters()]
     last, early = saved[12].tensors, saved[7].tensors
     for name in parameters:

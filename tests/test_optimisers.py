@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from matrixlib.engine.muon import Muon, _by_steps, orthogonal
 from test_trainer import Scaled, build, equal, poison, settings, weights
 from torch import Tensor, nn
 from toy_task import ToyNet, ToySource, toy_runtime
@@ -17,6 +16,7 @@ from matrixlib.config import Config, ConfigError, OptimConfig
 from matrixlib.engine import optim
 from matrixlib.engine.averages import average
 from matrixlib.engine.checkpoint import CheckpointError
+from matrixlib.engine.optim import Muon, _by_steps, orthogonal
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import get_task, load_config
 

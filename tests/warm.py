@@ -26,7 +26,7 @@ with suppress(ImportError):  # no system without POSIX has it
     from multiprocessing import forkserver
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
-PRELOAD = ["matrixlib.runs.training", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
+PRELOAD = ["matrixlib.runs.start", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
 PRELOAD += ["matrixlib.tasks.chess.task", "matrixlib.runs.notebook", "matplotlib.figure", "ipykernel.kernelapp"]
 PRELOAD += ["ipykernel.zmqshell", "matplotlib_inline", "pandas", "compiled"]
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()

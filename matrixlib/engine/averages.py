@@ -245,7 +245,7 @@ class EvalWeights:
             rng.restore(streams, device)
 
     def _made(self, average: Average) -> dict[str, Tensor]:
-        """Means over passes of as many rows as in training, without dropout and bad batches, whose updates are skipped."""
+        """Means over passes of as many rows as in training, without dropout and without bad batches."""
         step, model = self._step, copy.deepcopy(self._model).eval()
         load_tensors(model, average.state_dict(), "average")
         for norm in batch_norms(model):

@@ -264,8 +264,8 @@ class Checkpoints:
     ) -> Path:
         """Save the checkpoint of update `step` as everything is now; the folder that it will be in.
 
-        On return all is copied, so that training may go on; a thread writes the folder (durable on return with `wait`),
-        one at a time. best: marks it as the best so far. spare: another step whose checkpoint is kept beside the newest.
+        On return all is copied, so that training may go on; a thread writes the folder, one at a time (durable on
+        return with `wait`). best: marks it as the best so far. spare: another step whose checkpoint is kept too.
 
         Checkpoints beyond `step` belong to a course that was left (a rollback, a damaged newest one): they are removed
         once the new one is durable. Raises CheckpointError if it cannot be written (older ones are untouched), here or
@@ -288,14 +288,12 @@ class Checkpoints:
             self.join()
         return self.folder / f"step_{step:08d}"
 
-    def require_room(self, needed: int, steps: int, saves: int) -> None:
+    def require_room(self, needed: int, steps: int) -> None:
         """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
-        `steps` updates, which makes `saves` of them at most, will hold at once. Not of compressed ones, whose size
-        nobody knows before.
+        `steps` updates will hold at once. Not of compressed ones, whose size nobody knows before.
         """
         self._wait()  # whose files are being renamed
-        kept_for_good = steps // self.keep_every if self.keep_every else 0
-        count = min(self.keep + self.keep_best + 1 + kept_for_good, saves)
+        count = self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         held = sum(file.stat().st_size for file in self.folder.glob("*/*"))
         missing = count * (needed + ROOM_BYTES) - held - shutil.disk_usage(folder).free

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -231,26 +230,24 @@ def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = Non
     "weight". With `before`, the `snapshot` before an update that moved weights: "update", and "ratio", that of the
     update to the weights before; a block that was all zero has no ratio.
     """
-    blocks: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
-    for name, parameter in weights(model):
-        blocks[block_of(unwrap(model), name)][name] = parameter
+    blocks: dict[str, list[int]] = defaultdict(list)
     norms: list[Tensor] = []
-    for members in blocks.values():
-        now, gradients = (
-            [p.detach() for p in members.values()],
-            [p.grad for p in members.values() if p.grad is not None],
-        )
-        old = now if before is None else [before[name] for name in members]
-        moved = torch._foreach_sub(now, old)
-        norms.append(torch.stack([full(get_total_norm(t)).float() for t in (now, gradients or now, old, moved)]))
+    parameters = weights(model)
+    for number, (name, parameter) in enumerate(parameters):
+        blocks[block_of(unwrap(model), name)].append(number)
+        weight, gradient = parameter.detach(), parameter.grad
+        old = weight if before is None else before[name]
+        tensors = (weight, weight if gradient is None else gradient, old, weight - old)
+        norms.append(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
+    values = full(torch.stack(norms)).tolist() if norms else []
     table: dict[str, dict[str, float]] = {}
-    values = torch.stack(norms).tolist() if norms else []
-    for (block, members), (weight, gradient, old_norm, update) in zip(blocks.items(), values, strict=True):
-        table[block] = {"weight": weight}
-        if any(p.grad is not None for p in members.values()):
-            table[block]["gradient"] = gradient
+    for block, members in blocks.items():
+        weight_norm, _, old_norm, moved = (math.hypot(*(values[i][k] for i in members)) for k in range(4))
+        table[block] = {"weight": weight_norm}
+        if present := [values[i][1] for i in members if parameters[i][1].grad is not None]:
+            table[block]["gradient"] = math.hypot(*present)
         if before is not None:
-            table[block] |= {"update": update} | ({"ratio": update / old_norm} if old_norm > 0 else {})
+            table[block] |= {"update": moved} | ({"ratio": moved / old_norm} if old_norm > 0 else {})
     return table
 
 

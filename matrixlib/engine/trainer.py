@@ -156,10 +156,7 @@ class Trainer:
             batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
             refuse_below_floor(target, self.task, batches, active, self.ranks)
         size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
-        saves, every = self.steps, self.config.validation.interval
-        if every != "auto" and not self.config.checkpoint.minutes:
-            saves = self.steps // self.config.checkpoint.interval + self.steps // every + 1  # regular, best, the last
-        self.checkpoints.require_room(size, self.steps, saves)
+        self.checkpoints.require_room(size, self.steps)
         return self._updates(stop)
 
     def _updates(self, stop: int | None) -> Generator[Stats]:

@@ -192,11 +192,15 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
     if ranks.size > 1 and batch_norms(trainer.model):
         trainer.messages.append("batch normalisation: each rank uses its own rows, and the averages kept are rank 0's")
     if not trainer.resume() and config.train.init:
-        given = start.tensors if start is not None and ranks.first and not trainer.checkpoints.steps() else {}
-        if ranks.same(bool(given)):
-            own = optim.named_tensors(trainer.model).items()
-            tensors = {name: given.get(name, torch.empty(value.shape)).to(value.dtype) for name, value in own}
-            ranks.broadcast(tensors.values())
-            trainer.start_from(tensors)
-            trainer.save()  # so that a resumed run needs the source no more
+        begin(trainer, start.tensors if start is not None and ranks.first and not trainer.checkpoints.steps() else {})
     return trainer
+
+
+def begin(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
+    """Before the first update, with the weights that rank 0 was given, if it was."""
+    if trainer.ranks.same(bool(given)):
+        own = optim.named_tensors(trainer.model).items()
+        tensors = {name: given.get(name, torch.empty(value.shape)).to(value.dtype) for name, value in own}
+        trainer.ranks.broadcast(tensors.values())
+        trainer.start_from(tensors)
+        trainer.save()  # so that a resumed run needs the source no more
