@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from matrixlib.engine import rng
 from matrixlib.engine.distributed import batch_norms, gather_full, is_sharded, unsharded
 from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.task import Batch, Source, rows, slice_batch, to_device
-
-if TYPE_CHECKING:
-    from matrixlib.engine.step import Step
 
 BATCHES = 16
 """Training batches that statistics of batch norms are made of, in about the time of five updates."""
@@ -186,11 +183,11 @@ def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimCon
 
 
 class EvalWeights:
-    """The weights by which a step's training is judged and exported. source: of every method, the training batches of
-    the phase in force, the first of which are made once and kept on the host.
+    """The weights by which the training of a `Step` is judged and exported. source: of every method, the training
+    batches of the phase in force, the first of which are made once and kept on the host.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Any) -> None:
         self._step, self._model = step, unwrap(step.model)
         self._source: Source | None = None
         self._batches: list[Batch] = []

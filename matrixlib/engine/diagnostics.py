@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch, to_devic
 from matrixlib.engine.validation import HeldOut, evaluating
 from matrixlib.files import plain, utc_now, write_json
 from matrixlib.hardware.runtime import Runtime
-
-if TYPE_CHECKING:
-    from matrixlib.engine.step import Step
 
 INITIAL_TOLERANCE = 0.15
 """Relative difference between the first losses and chance level that is worth a warning."""
@@ -52,10 +49,10 @@ COLLAPSE = 1e-4
 
 
 def first_update(
-    task: Task, step: Step, batch: Batch, stats: Stats, fresh: bool
+    task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
 ) -> tuple[dict[str, dict[str, float]], list[Message]]:
-    """Of the first update: its losses beside chance level (`Stats.initial`), and messages about gradients that look
-    wrong and, of a fresh network, about losses far from chance.
+    """Of the first update of a `Step`: its losses beside chance level (`Stats.initial`), and messages about gradients
+    that look wrong and, of a fresh network, about losses far from chance.
     """
     initial, texts = compare_with_chance(task, step.taught(batch), stats)
     report, model = step.gradients or GradientReport(), unwrap(step.model)
@@ -77,9 +74,9 @@ def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch,
 
 
 def inspect(
-    step: Step, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
+    step: Any, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
 ) -> tuple[dict[str, Any], list[Message]]:
-    """Figures (`Stats.statistics`) after an update and the warnings that follow from them.
+    """Figures (`Stats.statistics`) after an update of a `Step` and the warnings that follow from them.
 
     batch: that of the update, on the host. before: the weights before it (`snapshot`). held_out: its sample tells dead
     units. norms: the latest gradient norms.
