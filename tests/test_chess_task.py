@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import pickle
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +10,37 @@ import chess
 import numpy as np
 import pytest
 import torch
+from positions import HARD, random_positions
 from test_task_contract import check_task
 from torch import Tensor, nn
 
 from matrixlib.config import ConfigError, merge
+from matrixlib.engine.task import active_terms
 from matrixlib.tasks import load_config
-from matrixlib.tasks.chess import losses, records
+from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, ModelConfig
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import plain_rows
-from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
+from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.ssl_targets import target as ssl_target
 from matrixlib.tasks.chess.task import ChessTask
 
 ALL_SSL = ["piece", "threat", "pin", "fork", "control"]
-MANY_MOVES = "R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1"  # 218 legal moves
+MANY_MOVES = HARD[-2]  # 218 legal moves
 Rows = dict[str, np.ndarray]
-
-
-def config(**changes: Any) -> ChessConfig:
-    config = load_config("demo", changes)
-    assert isinstance(config, ChessConfig)
-    return config
 
 
 def task(encoding: str = "oriented", ssl: list[str] = ALL_SSL, **changes: Any) -> ChessTask:
     model: dict[str, Any] = {"encoding": encoding, "ssl": ssl, "channels": 16, "blocks": 1}
-    return ChessTask(config(**merge({"model": model}, changes)))
+    config = load_config("demo", merge({"model": model}, changes))
+    assert isinstance(config, ChessConfig)
+    return ChessTask(config)
 
 
 def positions(count: int, seed: int = 0) -> list[chess.Board]:
-    """Positions of random games, both sides to move, some without castling rights."""
-    rng = random.Random(seed)
-    boards = []
-    while len(boards) < count:
-        board = chess.Board()
-        for _ in range(rng.randrange(80)):
-            if board.is_game_over():
-                break
-            board.push(rng.choice(list(board.legal_moves)))
-        if not board.is_game_over():
-            boards.append(board.copy(stack=8))
-    return boards
+    """Positions of random games that are not over, both sides to move, some without castling rights."""
+    return [board for board in random_positions(2 * count, seed) if not board.is_game_over()][:count]
 
 
 def stored(boards: list[chess.Board], seed: int = 0) -> Rows:
@@ -94,6 +80,7 @@ def test_chess_keeps_the_task_contract(encoding: str, kind: str, norm: str) -> N
 
 
 def test_prepared_arrays(rows: Rows) -> None:
+    before = {name: array.copy() for name, array in rows.items()}
     out = task().prepare(rows, rng())
     shapes = {
         "pieces": ("uint8", (96, 32)),
@@ -111,14 +98,9 @@ def test_prepared_arrays(rows: Rows) -> None:
     assert not out["policy_weight"][out["policy_index"] < 0].any()
     again = task().prepare(rows, rng())
     assert all(np.array_equal(out[name], again[name]) for name in out)
+    assert all(np.array_equal(rows[name], before[name]) for name in rows), "the stored rows are left alone"
     assert set(task(ssl=[]).prepare(rows, rng())) == set(shapes) - {"maps", "hidden"}
     assert set(task(ssl=["pin"]).prepare(rows, rng())) == set(shapes) - {"hidden"}
-
-
-def test_preparing_leaves_the_stored_rows_alone(rows: Rows) -> None:
-    before = {name: array.copy() for name, array in rows.items()}
-    task().prepare(rows, rng())
-    assert all(np.array_equal(rows[name], before[name]) for name in rows)
 
 
 def test_missing_targets_stay_zero(rows: Rows) -> None:
@@ -131,19 +113,14 @@ def test_missing_targets_stay_zero(rows: Rows) -> None:
     assert task(ssl=[]).counts(tensors(out)) == {"policy": 0, "value": 0}
 
 
-def test_rows_with_more_moves_than_places_widen_the_batch() -> None:
-    out = task().prepare_plain(stored([chess.Board(MANY_MOVES), chess.Board()]), rng())
+def test_rows_with_more_moves_than_places_widen_the_batch_and_a_long_game_keeps_its_ply() -> None:
+    data = stored([chess.Board(MANY_MOVES), chess.Board()])
+    data["records"]["ply"] = 40000
+    out = task().prepare_plain(data, rng())
     assert out["policy_index"].shape == (2, 224)
     assert (out["policy_index"] >= 0).sum(1).tolist() == [218, 20]
-    nothing = task().prepare_plain(stored([]), rng())
-    assert nothing["policy_index"].shape == (0, 96)
-
-
-def test_a_long_game_keeps_its_ply() -> None:
-    data = stored([chess.Board()])
-    data["records"]["ply"] = 40000
-    state = task().prepare_plain(data, rng())["state"]
-    assert int(state[0, 5]) & 0xFFFF == 40000
+    assert int(out["state"][0, 5]) & 0xFFFF == 40000
+    assert task().prepare_plain(stored([]), rng())["policy_index"].shape == (0, 96)
 
 
 def test_only_rows_without_castling_rights_are_mirrored_and_the_target_follows() -> None:
@@ -229,21 +206,15 @@ def test_rows_with_hidden_squares_give_only_the_piece_loss(rows: Rows) -> None:
     chess_task = task()
     model, batch = chess_task.build_model().eval(), tensors(chess_task.prepare(rows, rng()))
     hidden = batch["hidden"].ne(0).any(1)
-    inputs = planes(batch, "oriented")[:, :12].sum(1).bool()
-    squares = losses_squares(batch)
-    assert not (inputs & squares).any()
-    spoilt = {**batch, "policy_weight": batch["policy_weight"].clone(), "result": batch["result"].clone()}
+    squares = np.unpackbits(batch["hidden"].numpy(), axis=1, bitorder="little").reshape(-1, 8, 8)
+    assert not planes(batch, "oriented")[:, :12].sum(1)[torch.from_numpy(squares).bool()].any()
+    spoilt = {**batch, "policy_weight": batch["policy_weight"].clone()}
     spoilt["policy_weight"][hidden] = spoilt["policy_weight"][hidden].flip(1)
     spoilt["wdl"] = torch.where(hidden[:, None], torch.tensor([1.0, 0, 0]), batch["wdl"])
     terms = frozenset(chess_task.weights)
     with torch.no_grad():
         one, two = (chess_task.losses(model, b, terms)[0] for b in (batch, spoilt))
-    assert {term: float(value) for term, value in one.items()} == {term: float(value) for term, value in two.items()}
-
-
-def losses_squares(batch: dict[str, Tensor]) -> Tensor:
-    bits = np.unpackbits(batch["hidden"].numpy(), axis=1, bitorder="little").reshape(-1, 8, 8)
-    return torch.from_numpy(bits.astype(bool))
+    assert one == two
 
 
 def test_self_supervised_targets_are_those_of_python_chess(rows: Rows) -> None:
@@ -281,10 +252,6 @@ def test_square_heads_live_in_the_frame_of_the_planes(rows: Rows, encoding: str)
     batch = tensors(chess_task.prepare_plain(rows, rng()))
     answers = chess_task.predict(Perfect(), batch, frozenset({"piece"}))["ssl/piece"]
     assert torch.equal(answers.argmax(1), ssl_target(batch, "piece").long())
-    # as a loss: all squares "hidden" in the target's mask only
-    squares = torch.ones(len(answers), 8, 8, dtype=torch.bool)
-    loss, _ = losses.class_loss(answers.log(), ssl_target(batch, "piece"), squares)
-    assert float(loss) == pytest.approx(0, abs=1e-3)
 
 
 def test_matrix0_moves_and_outputs(shared: Path) -> None:
@@ -293,11 +260,10 @@ def test_matrix0_moves_and_outputs(shared: Path) -> None:
     expected = np.load(folder / "parity.npz")
     boards = [chess.Board(line) for line in (folder / "positions.fen").read_text().splitlines() if line.strip()]
     options = matrix0_config(json.loads((folder / "small_cfg.json").read_text())["netconfig_full"])
-    settings = load_config("demo")
-    chess_task = ChessTask(settings.model_copy(update={"model": options}))
+    chess_task = ChessTask(task().config.model_copy(update={"model": options}))
     batch = tensors(chess_task.prepare_plain(stored(boards), rng()))
     model = chess_task.build_model().eval()
-    load_matrix0(folder / "small_ckpt.pt", model)
+    model.load_state_dict(fitting(read_checkpoint(folder / "small_ckpt.pt"), model.state_dict()))
     with torch.no_grad():
         answers = chess_task.predict(model, batch, frozenset({"piece"}))
         raw = chess_task.outputs(model, batch)["policy"]
@@ -376,16 +342,6 @@ def test_the_same_seed_builds_the_same_network_and_disturbs_no_stream() -> None:
     assert not torch.equal(one.stem.conv.weight, other.stem.conv.weight)
 
 
-def test_the_task_is_frozen_and_travels_to_workers(rows: Rows) -> None:
-    chess_task = task()
-    twin = pickle.loads(pickle.dumps(chess_task))  # noqa: S301 - our own bytes
-    assert twin == chess_task
-    one, two = chess_task.prepare(rows, rng()), twin.prepare(rows, rng())
-    assert all(np.array_equal(one[name], two[name]) for name in one)
-    with pytest.raises(AttributeError):
-        chess_task.config = twin.config  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("trunk", [True, False])
 def test_ssl_reaches_the_trunk_unless_it_is_switched_off(rows: Rows, trunk: bool) -> None:
     """Matrix0 cut its trunk off by default, so its self-supervised loss could not shape the network."""
@@ -404,8 +360,6 @@ def test_ssl_reaches_the_trunk_unless_it_is_switched_off(rows: Rows, trunk: bool
 
 def test_weights_of_heads_are_applied(rows: Rows) -> None:
     """Matrix0's configured weights were never read: all were 1 in effect."""
-    from matrixlib.engine.task import active_terms
-
     weights = {"piece": 0.0, "threat": 0.25, "pin": 1.5, "fork": 3.0, "control": 0.125}
     chess_task = task(loss={"ssl": weights})
     assert {term: chess_task.weights[f"ssl_{term}"] for term in ALL_SSL} == weights
@@ -458,7 +412,7 @@ def heads_only(chess_task: ChessTask, rows: Rows, chunk: int) -> tuple[list[Tens
     return [*(actual[term].detach() for term in sorted(actual)), *grads], kept
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 32, 96, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 96])
 def test_a_chunk_of_the_heads_changes_nothing_but_memory(rows: Rows, chunk: int) -> None:
     """Parts weigh by their size, the shared features get one gradient, and the losses are the same."""
     chess_task = task()
@@ -473,8 +427,7 @@ def test_a_chunk_of_the_heads_changes_nothing_but_memory(rows: Rows, chunk: int)
 def test_batchnorm_heads_are_never_cut(rows: Rows) -> None:
     """Their statistics are those of the whole micro-batch."""
     chess_task = task(model={"norm": {"stem_heads": "batch"}})
-    whole, _ = heads_only(chess_task, rows, 0)
-    parts, _ = heads_only(chess_task, rows, 7)
+    (whole, _), (parts, _) = (heads_only(chess_task, rows, chunk) for chunk in (0, 7))
     assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))
 
 

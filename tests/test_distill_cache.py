@@ -1,9 +1,7 @@
 """The teacher's outputs beside the shards: what comes back, what they are of, and what survives kills and damage."""
 
 import multiprocessing
-import os
 import random
-import signal
 import time
 from contextlib import closing
 from functools import partial
@@ -26,7 +24,7 @@ from matrixlib.engine.task import Batch
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.distill import cache, outputs
+from matrixlib.tasks.chess.distill import cache
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 from matrixlib.tasks.chess.task import ChessTask
@@ -66,8 +64,13 @@ def make(folder: Path, teacher: ChessTeacher, split: str | None = None) -> dict[
     return dict(cache.sidecars(teacher, TASK, folder, Catalogue(folder).shards(split)).paths)
 
 
-def tensors(arrays: dict[str, np.ndarray]) -> Batch:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+def stored_records(path: Path) -> np.ndarray:
+    return Shard(path, cache.LAYOUT).arrays["records"]
+
+
+def prepared(rows: dict[str, np.ndarray], plain: bool = True) -> Batch:
+    prepare = TASK.prepare_plain if plain else TASK.prepare
+    return {name: torch.from_numpy(array) for name, array in prepare(rows, np.random.default_rng(0)).items()}
 
 
 def log_p(batch: Batch) -> np.ndarray:
@@ -77,12 +80,11 @@ def log_p(batch: Batch) -> np.ndarray:
 
 def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     teacher = teacher_of()
-    side = Shard(make(folder, teacher, "validation")["b.npz"], outputs.LAYOUT)
-    stored = rows_of(fens)
-    batch = tensors(TASK.prepare_plain({**stored, "sidecar": side.arrays["records"]}, np.random.default_rng(0)))
+    side = stored_records(make(folder, teacher, "validation")["b.npz"])
+    batch = prepared({**rows_of(fens), "sidecar": side})
     asked = teacher.ask(batch)
     assert torch.equal(teacher(batch, 0.5)["teacher_policy"], batch["teacher_policy"]), "and is not asked for again"
-    few = batch["policy_index"].ge(0).sum(1).numpy() <= outputs.MOVES
+    few = batch["policy_index"].ge(0).sum(1).numpy() <= cache.MOVES
     assert 0 < few.sum() < len(few)
     ours, theirs = log_p(batch), log_p({**batch, **asked})
     np.testing.assert_allclose(ours[few], theirs[few], atol=0.02)  # float16 of about -10
@@ -90,14 +92,13 @@ def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     assert mass[few].max() < 0.002
     assert mass.max() < 0.3, "moves beyond the 32nd share the rest alike"
     np.testing.assert_allclose(batch["teacher_wdl"].numpy(), asked["teacher_wdl"].numpy(), atol=1e-3)
-    assert outputs.RECORD.itemsize == 104
+    assert cache.RECORD.itemsize == 104
 
 
 def test_mirrored_rows_get_the_mirrored_policy(folder: Path, fens: list[str]) -> None:
-    side = Shard(make(folder, teacher_of(), "validation")["b.npz"], outputs.LAYOUT).arrays["records"]
-    stored = {**rows_of(fens), "sidecar": side}
-    plain = TASK.prepare_plain(stored, np.random.default_rng(0))
-    mirrored = TASK.prepare(stored, np.random.default_rng(0))
+    side = stored_records(make(folder, teacher_of(), "validation")["b.npz"])
+    rows = {**rows_of(fens), "sidecar": side}
+    plain, mirrored = ({k: v.numpy() for k, v in prepared(rows, way).items()} for way in (True, False))
     moved = (plain["pieces"] != mirrored["pieces"]).any(1)
     assert moved.sum() >= 3
     for row in range(len(moved)):
@@ -134,12 +135,11 @@ def killed(folder: Path, wait: float) -> bool:
     """Whether a process that makes the cache was killed after so many seconds, rather than done."""
     process = multiprocessing.get_context("spawn").Process(target=_making, args=(folder,))
     process.start()
-    own = folder / f"teacher-{'ab' * 8}"
-    while process.is_alive() and not (own / "lock").exists():
+    while process.is_alive() and not (folder / f"teacher-{'ab' * 8}" / "lock").exists():
         time.sleep(0.001)
     time.sleep(wait)
     running = process.is_alive()
-    os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    process.kill()
     process.join()
     return running
 
@@ -156,21 +156,6 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(folder: Path) -> N
         kills += killed(folder, rng.uniform(0, seconds))
         assert {name: path.read_bytes() for name, path in make(folder, teacher_of()).items()} == expected
     assert kills >= 10, "the others were done before"
-
-
-def test_a_torn_block_of_an_unfinished_file_is_asked_about_again(folder: Path) -> None:
-    teacher = teacher_of()
-    paths = make(folder, teacher)
-    expected = paths["a.npz"].read_bytes()
-    whole = Shard(paths["a.npz"], outputs.LAYOUT).arrays["records"][:4096].tobytes()
-    paths["a.npz"].unlink()
-    row = next(row for row in Catalogue(folder).shards() if row.name == "a.npz")
-    part = paths["a.npz"].with_name(f"a.npz.outputs.{row.sha256[:16]}.part")
-    for torn in (whole[:-9] + b"123456789" + b"abcd", whole[:1000]):
-        part.write_bytes(torn)
-        assert make(folder, teacher)["a.npz"].read_bytes() == expected
-        assert not part.exists()
-        paths["a.npz"].unlink()
 
 
 def student(folder: Path, teacher: str, **options: Any) -> Run:
@@ -195,7 +180,7 @@ def test_training_reads_the_cache_and_asks_nobody(
     (path,) = folder.glob("teacher-*/a.npz.outputs")
     before = path.read_bytes()
     raw = bytearray(before)
-    raw[4500 * outputs.RECORD.itemsize] ^= 1
+    raw[4500 * cache.RECORD.itemsize] ^= 1
     path.write_bytes(raw)
     with closing(student(folder, teacher, cache=True)) as run:
         assert path.read_bytes() == raw
@@ -211,10 +196,10 @@ def test_training_reads_the_cache_and_asks_nobody(
 def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None:
     paths = make(folder, teacher_of())
     raw = bytearray(paths["a.npz"].read_bytes())
-    raw[4500 * outputs.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
+    raw[4500 * cache.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
     paths["a.npz"].write_bytes(raw)
-    damage = []
-    sidecars, rows = Sidecars(outputs.LAYOUT, paths), Catalogue(folder).shards("train")
+    damage: list[Any] = []
+    sidecars, rows = Sidecars(cache.LAYOUT, paths), Catalogue(folder).shards("train")
     loader = Loader(
         rows, records.LAYOUT, 64, 0, TASK.prepare_plain, on_damage=lambda *what: damage.append(what), sidecars=sidecars
     )
@@ -224,10 +209,7 @@ def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None
     assert str(paths["a.npz"]) in reason
     stored = Shard(folder / "a.npz", records.LAYOUT).arrays["records"]["pieces"]
     assert (batches[0][4096:] == stored[: 5000 - 4096]).all()
-    gathered = loader.records(0)
-    fine = Shard(paths["a.npz"], outputs.LAYOUT).arrays["records"]
+    gathered, fine = loader.records(0), stored_records(paths["a.npz"])
     place = {row.tobytes(): i for i, row in enumerate(stored[:4096])}
-    assert all(
-        side == fine[place[row["pieces"].tobytes()]]
-        for row, side in zip(gathered["records"], gathered["sidecar"], strict=True)
-    )
+    sides = [fine[place[row["pieces"].tobytes()]] for row in gathered["records"]]
+    assert all(side == own for side, own in zip(gathered["sidecar"], sides, strict=True))

@@ -4,7 +4,7 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Every bl
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -42,21 +42,16 @@ def dropout(shares: Tensor, rate: float) -> Tensor:
     return shares * ((numbers < stays - 2**15).view(shares.shape) * (2**16 / stays))
 
 
-def block_convolutions(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """(inputs, outputs, kernel) of a residual block's convolutions; ValueError for an empty bottleneck."""
-    width = config.channels
-    if config.block == "basic":
-        return [(width, width, 3), (width, width, 3)]
-    inner = width // config.bottleneck
-    if inner == 0:
-        raise ValueError(f"bottleneck {config.bottleneck} leaves no channel of {width}; use at most {width}")
-    return [(width, inner, 1), (inner, inner, 3), (inner, width, 1)]
+def scale(layer: nn.Module, factor: float) -> None:
+    """Multiply a layer's weight."""
+    with torch.no_grad():
+        layer.get_parameter("weight").mul_(factor)
 
 
 def board_mask() -> Tensor:
     """(64, 64) bool: the square itself and those one queen, knight or king move away on an empty board.
 
-    1,856 pairs. The same for both encodings, because turning the rows round maps the relation onto itself.
+    The same for both encodings, because turning the rows round maps the relation onto itself.
     """
     square = torch.arange(SQUARES)
     rows = (square[:, None] // 8 - square[None, :] // 8).abs()
@@ -90,10 +85,7 @@ def recomputed(block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(block, x, use_reentrant=False)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
     stream = None if backend.replays_rng(x.device) else backend.rng_state(x.device)
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _second_pass(norms, x.device, stream)
-
+    contexts = lambda: (nullcontext(), _second_pass(norms, x.device, stream))  # noqa: E731
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -105,18 +97,16 @@ def _second_pass(norms: list[nn.BatchNorm2d], device: torch.device, stream: Tens
     stream: random state of the device at the first pass, where torch does not replay it: dropout would draw other
     masks, and the gradient would be wrong.
     """
-    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    after = None
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    after = None if stream is None else backend.rng_state(device)
     if stream is not None:
-        after = backend.rng_state(device)
         backend.set_rng_state(device, stream)
     for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = norm.num_batches_tracked.clone() if norm.num_batches_tracked is not None else None
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, momentum, counter in before:
+        for norm, (momentum, counter) in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, counter
         if after is not None:
             backend.set_rng_state(device, after)
@@ -183,27 +173,26 @@ class DropPath(nn.Module):
         keep = torch.rand(branch.shape[0], *[1] * (branch.dim() - 1), device=branch.device) >= self.rate
         return branch * (keep.to(branch.dtype) / (1.0 - self.rate))
 
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:.3f}"
-
 
 class ResidualBlock(nn.Module):
     """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; (B, C, 8, 8) to the same.
 
     `preact`: x + SE(conv(act(norm(...)))) with nothing after the sum; else conv-norm-act and an activation
-    after it.
+    after it. ValueError for an empty bottleneck.
     """
 
     def __init__(self, config: ModelConfig, drop: float, scale: float) -> None:
         super().__init__()
-        shapes = block_convolutions(config)
+        width, inner = config.channels, config.channels // config.bottleneck
+        if inner == 0 and config.block == "bottleneck":
+            raise ValueError(f"bottleneck {config.bottleneck} leaves no channel of {width}; use at most {width}")
+        shapes = [(width, width, 3), (width, width, 3)]
+        if config.block == "bottleneck":
+            shapes = [(width, inner, 1), (inner, inner, 3), (inner, width, 1)]
         self.preact = config.preact
-        self.convs = nn.ModuleList(
-            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False) for inputs, outputs, kernel in shapes
-        )
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, size, padding=size // 2, bias=False) for a, b, size in shapes)
         self.norms = nn.ModuleList(
-            make_norm(config.norm.blocks, inputs if config.preact else outputs, config.norm.momentum)
-            for inputs, outputs, _ in shapes
+            make_norm(config.norm.blocks, a if config.preact else b, config.norm.momentum) for a, b, _ in shapes
         )
         self.activation = ACTIVATIONS[config.activation]
         self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation) if config.se_ratio else None
@@ -216,21 +205,19 @@ class ResidualBlock(nn.Module):
         Not where an activation other than ReLU follows the sum: it shrinks the stream at every block, and
         needs the whole branch to fill it up again.
         """
-        if not self.preact and self.activation is not F.relu:
-            return
-        end = (self.convs if self.preact else self.norms)[-1]
-        with torch.no_grad():
-            end.get_parameter("weight").mul_(self.scale)
+        if self.preact:
+            scale(self.convs[-1], self.scale)
+        elif self.activation is F.relu:
+            scale(self.norms[-1], self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        branch = x
-        last = len(self.convs) - 1
-        for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+        branch, last = x, self.convs[-1]
+        for conv, norm in zip(self.convs, self.norms, strict=True):
             if self.preact:
                 branch = conv(self.activation(norm(branch)))
             else:
                 branch = norm(conv(branch))
-                branch = branch if index == last else self.activation(branch)
+                branch = branch if conv is last else self.activation(branch)
         if self.se is not None:
             branch = self.se(branch)
         x = x + self.drop(branch)
@@ -256,7 +243,8 @@ class AttentionBlock(nn.Module):
         self.proj = nn.Linear(width, width, bias=False)
         self.norm = nn.LayerNorm(width)
         self.bias = nn.Parameter(torch.zeros(1, options.heads, SQUARES, SQUARES)) if options.bias else None
-        self.register_buffer("mask", board_mask() if options.mask else None, persistent=False)
+        masked = options.mask and options.unmasked_mix < 1
+        self.register_buffer("mask", board_mask() if masked else None, persistent=False)
         self.dropout = config.dropout
         self.drop = DropPath(drop)
         self.scale = scale
@@ -264,8 +252,7 @@ class AttentionBlock(nn.Module):
     def initialise(self) -> None:
         """As ResidualBlock.initialise; a post-norm block has no branch to scale."""
         if not self.post:
-            with torch.no_grad():
-                self.proj.weight.mul_(self.scale)
+            scale(self.proj, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, width = x.shape[:2]
@@ -283,7 +270,7 @@ class AttentionBlock(nn.Module):
         """Scores and softmaxes in fp32; no fused attention of torch clamps, or blends two softmaxes."""
         scores = in_fp32(torch.matmul, query.float() * query.shape[-1] ** -0.5, key.transpose(-2, -1))
         scores = (scores if self.bias is None else scores + self.bias).clamp(-SCORE_LIMIT, SCORE_LIMIT)
-        if self.mask is None or self.mix == 1:
+        if self.mask is None:
             shares = scores.softmax(-1)
         else:
             shares = scores.masked_fill(~self.mask, MASKED_SCORE).softmax(-1)
@@ -295,11 +282,9 @@ class AttentionBlock(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0)
         bias = None if self.bias is None else self.bias.to(query.dtype)
-        if self.mask is None or self.mix == 1:
+        if self.mask is None:
             return attend(query, key, value, attn_mask=bias)
-        near: Tensor = self.mask
-        if bias is not None:
-            near = bias.masked_fill(~self.mask, MASKED_SCORE)
+        near = self.mask if bias is None else bias.masked_fill(~self.mask, MASKED_SCORE)
         masked = attend(query, key, value, attn_mask=near)
         if self.mix == 0:
             return masked

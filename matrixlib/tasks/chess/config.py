@@ -176,14 +176,13 @@ class TeacherConfig(Section):
     squares: bool = option(False, "it compares each square, not the means over the board")
 
     @model_validator(mode="after")
-    def _within_bounds(self) -> TeacherConfig:
+    def _consistent(self) -> TeacherConfig:
         if self.schedule == "learned" and not 1 < self.temperature < 5:
             raise ValueError(f"a learned temperature begins between 1 and 5, not at {self.temperature:g}")
+        if self.schedule == "learned" and self.network and not self.policy:
+            raise ValueError("with teacher.policy 0 nothing tells a learned temperature where to go; set it above 0")
         if self.features and self.cache:
-            raise ValueError(
-                "the cache holds what a teacher says, not its features: set teacher.cache to false or teacher.features "
-                "to 0"
-            )
+            raise ValueError("the cache holds no features: set teacher.cache to false or teacher.features to 0")
         return self
 
 
@@ -209,26 +208,13 @@ class ChessConfig(Config):
     teacher: TeacherConfig = TeacherConfig()
 
     @model_validator(mode="after")
-    def _teacher_fits(self) -> ChessConfig:
+    def _consistent(self) -> ChessConfig:
         if self.teacher.network and self.teacher.wdl and self.model.value.kind == "scalar":
+            raise ValueError("one number cannot learn win-draw-loss: set teacher.wdl to 0 or model.value.kind to wdl")
+        trained, data = "piece" in self.model.ssl and self.loss.ssl.piece, self.data
+        if trained and not (data.hidden_rows and data.hidden_squares and data.hidden_rows < 1):
             raise ValueError(
-                "a value head with one number cannot learn win-draw-loss: set teacher.wdl to 0 or model.value.kind to "
-                "wdl"
-            )
-        if self.teacher.schedule == "learned" and self.teacher.network and not self.teacher.policy:
-            raise ValueError("with teacher.policy 0 nothing tells a learned temperature where to go; set it above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _piece_head(self) -> ChessConfig:
-        trained = "piece" in self.model.ssl and self.loss.ssl.piece
-        if trained and not (self.data.hidden_rows and self.data.hidden_squares):
-            raise ValueError(
-                "the piece head is asked about hidden squares, and none are hidden: give data.hidden_rows and "
-                "data.hidden_squares values above 0, or take piece out of model.ssl"
-            )
-        if trained and self.data.hidden_rows == 1:
-            raise ValueError(
-                "with data.hidden_rows 1 every position trains the piece head alone; a quarter (0.25) is usual"
+                "the piece head is asked about hidden squares, all others about other rows: give data.hidden_squares a "
+                "value above 0 and data.hidden_rows one between 0 and 1 (0.25 is usual), or take piece out of model.ssl"
             )
         return self

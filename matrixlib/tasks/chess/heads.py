@@ -49,7 +49,6 @@ class Head(ABC):
 
     def loss(self, outputs: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         """Sum of `row_losses` over the rows of `count`, and sums of the metrics."""
-        output, target, rows = outputs[self.name], batch[self.name], losses.plain_rows(batch)
-        values = {name: value.detach().float() for name, value in self.row_metrics(output, target).items()}
-        sums = {name: value.where(rows, 0.0).sum() for name, value in values.items()}
-        return self.row_losses(output, target).where(rows, 0.0).sum(), sums
+        output, target = outputs[self.name], batch[self.name]
+        metrics = self.row_metrics(output, target)
+        return losses.sums(self.row_losses(output, target), losses.plain_rows(batch), metrics)

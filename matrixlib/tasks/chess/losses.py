@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from matrixlib.tasks.chess.config import LossConfig
+
 FILL = -1e9  # logit of a pad: finite, so that nothing times it is NaN
 PAD = -1  # policy index of a pad
 UNKNOWN = 2  # result
 Sums = dict[str, Tensor]
+
+
+def sums(values: Tensor, valid: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, Sums]:
+    """Sums of losses and of metrics, of the same shape as `valid` (bool), over the items that are valid."""
+    totals = {name: torch.where(valid, value.detach().float(), 0.0).sum() for name, value in metrics.items()}
+    return torch.where(valid, values, 0.0).sum(), totals
 
 
 def plain_rows(batch: Mapping[str, Tensor]) -> Tensor:
@@ -36,11 +44,21 @@ def policy_target(index: Tensor, weight: Tensor) -> Tensor:
     return weight / torch.where(total > 0, total, 1.0)
 
 
-def smoothed(target: Tensor, index: Tensor, smoothing: float) -> Tensor:
-    """(1 - e) target + e / n over the n listed moves, never over pads or illegal moves (Szegedy et al. 2016)."""
+def learned_target(target: Tensor, index: Tensor, options: LossConfig) -> Tensor:
+    """What the policy learns in place of a target (B, L): the best moves alone in equal parts (`best_move`), or
+    p^(1/T) with a sum of 1; then (1 - e) of it + e / n over the n listed moves, never over pads or illegal moves
+    (label smoothing, Szegedy et al. 2016). Rows of zeros stay but for the smoothing.
+    """
+    most, temperature = target.amax(1, keepdim=True), options.policy_temperature
+    if options.best_move:
+        best = (target >= most) & (target > 0)
+        target = best / best.sum(1, keepdim=True).clamp(min=1)
+    elif temperature != 1:
+        powers = (target / torch.where(most > 0, most, 1.0)).pow(1 / temperature)
+        target = powers / powers.sum(1, keepdim=True).clamp(min=1)
     legal = index != PAD
-    share = smoothing / legal.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(legal, (1 - smoothing) * target + share, 0.0)
+    share = options.label_smoothing / legal.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(legal, (1 - options.label_smoothing) * target + share, 0.0)
 
 
 def entropy(target: Tensor) -> Tensor:
@@ -56,77 +74,34 @@ def legal_logits(logits: Tensor, index: Tensor) -> Tensor:
     return torch.where(index != PAD, picked, FILL)
 
 
-def best_alone(target: Tensor) -> Tensor:
-    """Targets (B, L) with all of their weight on the best move, in equal parts on several; rows of zeros stay."""
-    best = (target >= target.amax(1, keepdim=True)) & (target > 0)
-    return best / best.sum(1, keepdim=True).clamp(min=1)
-
-
-def sharpened(target: Tensor, temperature: float) -> Tensor:
-    """Targets p (B, L) as p^(1/T), again with a sum of 1; rows of zeros stay. T > 1 softens."""
-    if temperature == 1:
-        return target
-    most = target.amax(1, keepdim=True)
-    powers = (target / torch.where(most > 0, most, 1.0)).pow(1 / temperature)
-    return powers / powers.sum(1, keepdim=True).clamp(min=1)
-
-
 def policy_loss(
-    logits: Tensor,
-    index: Tensor,
-    weight: Tensor,
-    rows: Tensor,
-    smoothing: float,
-    best: bool = False,
-    temperature: float = 1.0,
+    logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, options: LossConfig
 ) -> tuple[Tensor, Sums]:
-    """Cross-entropy over the legal moves, summed over `policy_rows`.
+    """Cross-entropy with the `learned_target` over the legal moves, summed over `policy_rows`.
 
-    logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of
-    any scale. What is learned, but no metric knows of: best: the best move alone; temperature T: both the target and
-    what the logits say with p^(1/T) in place of p, so that the logits stay those of the target itself. Metrics: `top1`,
-    `top3` and `top5` (one of so many best moves is one of the target's best), `kl` to the target without smoothing,
-    `skipped` (rows without a target, so per valid row after division).
+    logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of any scale.
+    With a temperature T the logits, too, are taken as p^(1/T), so that they stay those of the target itself. Metrics,
+    which know of neither: `top1`, `top3`, `top5` (one of so many best moves is one of the target's best), `kl` to the
+    target without smoothing, `skipped` (rows without a target, so per valid row after division).
     """
     valid, legal = policy_rows(index, weight, rows), index != PAD
     scores, target = legal_logits(logits, index), policy_target(index, weight)
     log_p = torch.where(legal, scores.log_softmax(1), 0.0)
-    learned = best_alone(target) if best else sharpened(target, temperature)
+    temperature = options.policy_temperature
     learner = log_p if temperature == 1 else torch.where(legal, (scores / temperature).log_softmax(1), 0.0)
-    loss = -(smoothed(learned, index, smoothing) * learner).sum(1)
     with torch.no_grad():
         right = target >= target.amax(1, keepdim=True)
-        top = scores.topk(min(5, scores.shape[1]), dim=1).indices
-        hits = right.gather(1, top) & valid[:, None]
-        kl = -(target * log_p).sum(1) - entropy(target)
-        metrics = {
-            "top1": hits[:, 0].sum(),
-            "top3": hits[:, :3].any(1).sum(),
-            "top5": hits.any(1).sum(),
-            "kl": torch.where(valid, kl, 0.0).sum(),
-            "skipped": (rows & ~valid).sum(),
-        }
-    return torch.where(valid, loss, 0.0).sum(), _floats(metrics)
+        hits = right.gather(1, scores.topk(min(5, scores.shape[1]), dim=1).indices)
+        metrics = {f"top{k}": hits[:, :k].any(1) for k in (1, 3, 5)}
+        metrics["kl"] = -(target * log_p).sum(1) - entropy(target)
+    loss, totals = sums(-(learned_target(target, index, options) * learner).sum(1), valid, metrics)
+    return loss, totals | {"skipped": (rows & ~valid).sum().float()}
 
 
-def policy_bounds(
-    index: Tensor, weight: Tensor, rows: Tensor, smoothing: float, best: bool = False, temperature: float = 1.0
-) -> tuple[float, float]:
-    """(chance, floor) sums: ln(number of legal moves), and the entropy of the smoothed target."""
-    valid = policy_rows(index, weight, rows)
-    moves = (index != PAD).sum(1)[valid].double()
-    target = policy_target(index, weight)
-    target = best_alone(target) if best else sharpened(target, temperature)
-    target = smoothed(target, index, smoothing)[valid].double()
-    return float(moves.log().sum()), float(entropy(target).sum())
-
-
-def value_known(wdl: Tensor, result: Tensor, result_share: float) -> Tensor:
-    """(B,) bool: rows of which `value_target` makes a target."""
-    known = torch.zeros(len(wdl), dtype=torch.bool, device=wdl.device)
-    if result_share < 1:
-        known = known | _given(wdl)
-    return known | (result != UNKNOWN) if result_share > 0 else known
+def policy_floor(index: Tensor, weight: Tensor, rows: Tensor, options: LossConfig) -> float:
+    """Least sum of `policy_loss`: the entropy of what is learned."""
+    target = learned_target(policy_target(index, weight), index, options)
+    return float(entropy(target[policy_rows(index, weight, rows)].double()).sum())
 
 
 def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tensor, Tensor]:
@@ -143,7 +118,7 @@ def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tens
     total = share_wdl + share_result
     shared = torch.where(share_wdl[:, None] > 0, share_wdl[:, None] * wdl.float(), 0.0)
     target = shared + share_result[:, None] * one_hot
-    return target / torch.where(total > 0, total, 1.0)[:, None], value_known(wdl, result, result_share)
+    return target / torch.where(total > 0, total, 1.0)[:, None], total > 0
 
 
 def expected_score(distribution: Tensor) -> Tensor:
@@ -157,32 +132,24 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
     Metrics: `accuracy` (the likeliest class is one of the target's likeliest) and the moments of `_moments`.
     """
     log_p = logits.float().log_softmax(1)
-    loss = -(target * log_p).sum(1)
     with torch.no_grad():
         best = target >= target.amax(1, keepdim=True)
-        right = best.gather(1, log_p.argmax(1, keepdim=True)).squeeze(1) & rows
-        metrics = {"accuracy": right.sum()} | _moments(expected_score(log_p.exp()), expected_score(target), rows)
-    return torch.where(rows, loss, 0.0).sum(), _floats(metrics)
+        metrics = {"accuracy": best.gather(1, log_p.argmax(1, keepdim=True)).squeeze(1)}
+        metrics |= _moments(expected_score(log_p.exp()), expected_score(target))
+    return sums(-(target * log_p).sum(1), rows, metrics)
 
 
-def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, kind: str, delta: float) -> tuple[Tensor, Sums]:
-    """Squared (`mse`) or `huber` error of values (B,) in -1..1 against win - loss of targets (B, 3), summed over
-    `rows`. Metrics: the moments of `_moments`.
+def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig) -> tuple[Tensor, Sums]:
+    """Squared or Huber error of values (B,) in -1..1 against win - loss of targets (B, 3), summed over `rows`.
+
+    Metrics: the moments of `_moments`.
     """
-    result = target[:, 0] - target[:, 2]
-    loss = _scalar(value.float(), result, kind, delta)
-    with torch.no_grad():
-        metrics = _moments((value.float() + 1) / 2, (result + 1) / 2, rows)
-    return torch.where(rows, loss, 0.0).sum(), _floats(metrics)
-
-
-def value_bounds(target: Tensor, rows: Tensor, scalar: bool, kind: str, delta: float) -> tuple[float, float]:
-    """(chance, floor) sums: ln 3 and the target's entropy; for the scalar head the loss of the value 0, and 0."""
-    target = target[rows].double()
-    if not scalar:
-        return len(target) * math.log(3), float(entropy(target).sum())
-    result = target[:, 0] - target[:, 2]
-    return float(_scalar(torch.zeros_like(result), result, kind, delta).sum()), 0.0
+    value, result = value.float(), target[:, 0] - target[:, 2]
+    if options.scalar == "mse":
+        loss = (value - result).square()
+    else:
+        loss = F.huber_loss(value, result, reduction="none", delta=options.huber_delta)
+    return sums(loss, rows, _moments((value.detach() + 1) / 2, (result + 1) / 2))
 
 
 def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor, Sums]:
@@ -191,9 +158,7 @@ def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor
     Metric: `accuracy`.
     """
     loss = F.cross_entropy(logits.float(), classes.long(), reduction="none")
-    with torch.no_grad():
-        right = (logits.argmax(1) == classes) & squares
-    return torch.where(squares, loss, 0.0).sum(), _floats({"accuracy": right.sum()})
+    return sums(loss, squares, {"accuracy": logits.argmax(1) == classes})
 
 
 def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float = 1.0) -> tuple[Tensor, Sums]:
@@ -211,27 +176,20 @@ def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float
     loss = F.binary_cross_entropy_with_logits(scores, truth, reduction="none", pos_weight=weight)
     with torch.no_grad():
         true_scores = calibrated(scores, positive)
-        plain = F.binary_cross_entropy_with_logits(true_scores, truth, reduction="none")
-        guess, actual = (true_scores > 0) & squares, (target > 0) & squares
+        guess, actual = true_scores > 0, target > 0
         metrics = {
-            "cross_entropy": torch.where(squares, plain, 0.0).sum(),
-            "accuracy": ((guess == actual) & squares).sum(),
-            "hit": (guess & actual).sum(),
-            "predicted": guess.sum(),
-            "actual": actual.sum(),
+            "cross_entropy": F.binary_cross_entropy_with_logits(true_scores, truth, reduction="none"),
+            "accuracy": guess == actual,
+            "hit": guess & actual,
+            "predicted": guess,
+            "actual": actual,
         }
-    return torch.where(squares, loss, 0.0).sum(), _floats(metrics)
+    return sums(loss, squares, metrics)
 
 
 def calibrated(scores: Tensor, positive: float) -> Tensor:
     """Logits of the true odds, from logits that were trained with 1 counting `positive` times."""
     return scores - math.log(positive)
-
-
-def binary_bounds(target: Tensor, squares: Tensor, positive: float) -> tuple[float, float]:
-    """(chance, floor) sums of `binary_loss`: ln 2 a square, times its weight, and 0."""
-    actual = int(((target > 0) & squares).sum())
-    return (int(squares.sum()) + (positive - 1) * actual) * math.log(2), 0.0
 
 
 def _given(target: Tensor) -> Tensor:
@@ -241,17 +199,6 @@ def _given(target: Tensor) -> Tensor:
     return ~(target.sum(1) <= 0)
 
 
-def _scalar(value: Tensor, result: Tensor, kind: str, delta: float) -> Tensor:
-    if kind == "mse":
-        return (value - result).square()
-    return F.huber_loss(value, result, reduction="none", delta=delta)
-
-
-def _moments(x: Tensor, y: Tensor, rows: Tensor) -> Sums:
-    """Sums over `rows` of x, x^2, y, y^2 and xy: expected scores of network and target, for their correlation."""
-    x, y = torch.where(rows, x, 0.0), torch.where(rows, y, 0.0)
-    return {"x": x.sum(), "x2": (x * x).sum(), "y": y.sum(), "y2": (y * y).sum(), "xy": (x * y).sum()}
-
-
-def _floats(sums: Sums) -> Sums:
-    return {name: value.detach().float() for name, value in sums.items()}
+def _moments(x: Tensor, y: Tensor) -> Sums:
+    """x, x^2, y, y^2 and xy of the expected scores (B,) of network and target, for their correlation."""
+    return {"x": x, "x2": x * x, "y": y, "y2": y * y, "xy": x * y}

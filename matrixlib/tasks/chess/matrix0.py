@@ -6,7 +6,6 @@ buffer of ours is filled. The outputs of its network are reproduced to float err
 
 import os
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from matrixlib.tasks.chess.config import AttentionConfig, ModelConfig, NormConfig, PolicyHeadConfig, ValueHeadConfig
-from matrixlib.tasks.chess.model import MOVES, PLANES, PolicyValueNet
+from matrixlib.tasks.chess.model import MOVES, PLANES
 
 DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
     "planes": PLANES,
@@ -64,34 +63,29 @@ POLICY_CHANNELS = 64
 PREFIXES = ("_orig_mod.", "module.")
 """Put before every key by torch.compile and DataParallel."""
 COUNTER = "num_batches_tracked"
-NAMES = (  # our name -> its name, first match wins
-    (r"stem\.conv\.", "stem.0."),
-    (r"stem\.norm\.", "stem.1."),
-    (r"features\.square_(conv|norm)\.", r"chess_features.pst_\1."),
-    (r"features\.neighbour_(conv|norm)\.", r"chess_features.interaction_\1."),
-    (r"features\.", "chess_features."),
-    (r"tower\.(\d+)\.convs\.0\.", r"tower.\1.conv1."),
-    (r"tower\.(\d+)\.convs\.1\.", r"tower.\1.conv2."),
-    (r"tower\.(\d+)\.norms\.0\.", r"tower.\1.bn1."),
-    (r"tower\.(\d+)\.norms\.1\.", r"tower.\1.bn2."),
-    (r"tower\.(\d+)\.se\.reduce\.", r"tower.\1.se_fc1."),
-    (r"tower\.(\d+)\.se\.expand\.", r"tower.\1.se_fc2."),
-    (r"tower\.(\d+)\.bias", r"tower.\1.rel_bias"),
-    (r"policy_head\.input\.conv\.", "policy_head.0."),
-    (r"policy_head\.input\.norm\.", "policy_head.1."),
-    (r"policy_head\.reduce\.", "policy_fc1."),
-    (r"policy_head\.expand\.", "policy_fc2."),
-    (r"policy_head\.dense\.", "policy_fc."),
-    (r"policy_head\.logit_norm\.", "policy_fc_norm."),
-    (r"value_head\.input\.conv\.", "value_head.0."),
-    (r"value_head\.input\.norm\.", "value_head.1."),
-    (r"value_head\.fc([123])\.", r"value_fc\1."),
-    (r"ssl_heads\.piece\.input\.conv\.", "ssl_piece_head.0."),
-    (r"ssl_heads\.piece\.input\.norm\.", "ssl_piece_head.1."),
-    (r"ssl_heads\.piece\.out\.", "ssl_piece_head.3."),
-    (r"auxiliary\.(\w+)\.input\.conv\.", r"aux_\1.0."),
-    (r"auxiliary\.(\w+)\.input\.norm\.", r"aux_\1.1."),
-    (r"auxiliary\.(\w+)\.out\.", r"aux_\1.3."),
+NAMES = (  # ours -> its, one after the other
+    (r"^stem\.conv", "stem.0"),
+    (r"^stem\.norm", "stem.1"),
+    (r"\.input\.conv", ".0"),
+    (r"\.input\.norm", ".1"),
+    (r"\.out\.", ".3."),
+    (r"^ssl_heads\.piece", "ssl_piece_head"),
+    (r"^auxiliary\.", "aux_"),
+    (r"^features", "chess_features"),
+    (r"\.square_", ".pst_"),
+    (r"\.neighbour_", ".interaction_"),
+    (r"\.convs\.0", ".conv1"),
+    (r"\.convs\.1", ".conv2"),
+    (r"\.norms\.0", ".bn1"),
+    (r"\.norms\.1", ".bn2"),
+    (r"\.se\.reduce", ".se_fc1"),
+    (r"\.se\.expand", ".se_fc2"),
+    (r"^(tower\.\d+)\.bias", r"\1.rel_bias"),
+    (r"^policy_head\.reduce", "policy_fc1"),
+    (r"^policy_head\.expand", "policy_fc2"),
+    (r"^policy_head\.dense", "policy_fc"),
+    (r"^policy_head\.logit_norm", "policy_fc_norm"),
+    (r"^value_head\.fc", "value_fc"),
 )
 POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions there, linear layers here
 
@@ -106,6 +100,7 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
     options = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED}
     supported: dict[str, Any] = {"planes": PLANES, "policy_size": MOVES, "wdl": False, "enable_visual": False}
+    supported["aux_policy_move_type"] = options["aux_policy_from_square"]
     if options["chess_features"]:
         supported["piece_square_tables"] = True
     if options["self_supervised"]:
@@ -113,8 +108,6 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
         supported["ssl_tasks"] = ["piece"]
     if bad := [f"{k} {options[k]!r} (only {value!r})" for k, value in supported.items() if options[k] != value]:
         raise ValueError(f"options of Matrix0's network that are not supported: {', '.join(bad)}")
-    if options["aux_policy_from_square"] != options["aux_policy_move_type"]:
-        raise ValueError("aux_policy_from_square and aux_policy_move_type must both be on or both off")
     mix, rank, channels = (options["attention_unmasked_mix"], options["policy_factor_rank"], options["channels"])
     return ModelConfig(
         encoding="matrix0",
@@ -153,33 +146,20 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
 
 
 def matrix0_name(name: str) -> str:
-    """Matrix0's key for a parameter or buffer of ours (unchanged where both agree)."""
+    """Matrix0's key for a parameter or buffer of ours."""
     for pattern, replacement in NAMES:
-        new, hits = re.subn(rf"^{pattern}", replacement, name)
-        if hits:
-            return new
+        name = re.sub(pattern, replacement, name)
     return name
 
 
-def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> list[str]:
-    """Fill `model` in place from a checkpoint of Matrix0, a file or its dict; returns messages, what a person should
-    know of it. Errors as of `fitting`; the model is untouched then.
-    """
-    loaded, messages = fitting(source, model.state_dict())
-    model.load_state_dict(loaded, strict=True)
-    return messages
-
-
-def fitting(
-    source: str | os.PathLike[str] | Mapping[str, Any], own: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """(weights under our names, messages) of a checkpoint for a network with the state dict `own`, maybe on `meta`.
+def fitting(data: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in a checkpoint's dict under our names, for a network with the state dict `own`, maybe on `meta`.
 
     Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged weights lack
     BatchNorm's batch counters, which nothing reads: they become 0. Raises ValueError naming missing, surplus, misshapen
     and non-finite keys, aliases that differ, and files that hold no weights.
     """
-    schema, state, messages = _choose(source if isinstance(source, Mapping) else read_checkpoint(source))
+    schema, state = _choose(data)
     names = {matrix0_name(name): name for name in own}
     assert len(names) == len(own), "two of our names map to one key"
     for alias, original in ALIASES.items():
@@ -210,23 +190,16 @@ def fitting(
     ]
     if listed:
         raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(listed)}")
-    return {name: state[key].reshape(own[name].shape) for key, name in names.items()}, messages
+    return {name: state[key].reshape(own[name].shape) for key, name in names.items()}
 
 
-def _numbers() -> list[Any]:
-    """What torch's safe unpickler must know to read a numpy number, under numpy 2's and numpy 1's names."""
-    scalar = np.float64(0).__reduce__()[0]
-    kinds = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
-    return [scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *kinds]
-
-
-def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
+def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
     """Our options for the network of a checkpoint's dict: from the shapes of its weights, from its `config` where that
-    is Matrix0's, and for the rest as the published network has it, which the messages name.
+    is Matrix0's, and for the rest as the published network has it, which the message names.
 
     Raises ValueError as `matrix0_config` does, and where there are no weights of Matrix0.
     """
-    _, state, _ = _choose(data)
+    _, state = _choose(data)
     if "stem.0.weight" not in state:
         raise ValueError("these are no weights of Matrix0's network: its first layer, stem.0.weight, is missing")
     stored: dict[str, Any] = {}
@@ -234,12 +207,12 @@ def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
         if isinstance(section, Mapping):
             stored = {key: value for key, value in section.items() if key in DEFAULTS} | stored
     shapes = _shapes(state)
-    unknown = {key: value for key, value in PUBLISHED.items() if key not in stored and key not in shapes}
+    unknown = {key: value for key, value in PUBLISHED.items() if key not in stored | shapes}
     if not shapes["attention"]:
         unknown = {key: value for key, value in unknown.items() if not key.startswith("attention")}
     listed = ", ".join(f"{key} {value}" for key, value in unknown.items())
-    messages = [f"the file does not say how it was configured; as in Matrix0's own: {listed}"] if unknown else []
-    return matrix0_config(PUBLISHED | stored | shapes), messages
+    message = f"the file does not say how it was configured; as in Matrix0's own: {listed}" if unknown else ""
+    return matrix0_config(PUBLISHED | stored | shapes), message
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -272,58 +245,38 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The dict in a file, for `config_of` and `load_matrix0`; numpy numbers (Matrix0's scheduler leaves some) are
-    allowed beside tensors. ValueError where it holds anything else, is damaged or cannot be read."""
+    """The dict in a file, for `config_of` and `fitting`; numpy numbers (Matrix0's scheduler leaves some) are allowed
+    beside tensors. ValueError where it holds anything else, is damaged or cannot be read.
+    """
+    scalar: Any = np.float64(0).__reduce__()[0]
+    name = Path(path).name
+    numbers = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
     try:
-        with open(path, "rb") as file:
-            packed = file.read(4) == b"PK\3\4" and any(
-                member.compress_type != zipfile.ZIP_STORED for member in zipfile.ZipFile(file).infolist()
-            )
-        if packed:  # torch never packs, and would unpack a thousand times the file into memory
-            raise ValueError("its parts are compressed")
-        with torch.serialization.safe_globals(_numbers()):
+        with torch.serialization.safe_globals([scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *numbers]):
             data = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{Path(path).name} holds more than tensors and numbers, so it is not read: {reason}"
-        ) from None
+        raise ValueError(f"{name} holds more than tensors and numbers, so it is not read: {reason}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - bytes that are no torch file raise whatever the reader trips over
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{Path(path).name} is no whole torch file: {reason}") from None
+        raise ValueError(f"{name} is no whole torch file: {reason}") from None
     if not isinstance(data, Mapping):
-        raise ValueError(f"{Path(path).name} holds a {type(data).__name__}, not a dict of weights")
+        raise ValueError(f"{name} holds a {type(data).__name__}, not a dict of weights")
     return data
 
 
-def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]:
-    """(where, weights without wrappers' prefixes, messages) by the precedence of SCHEMAS."""
-    present = [key for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]]
-    messages = []
-    if present:
-        schema, weights = present[0], data[present[0]]
-        if present[1:]:
-            messages.append(f"took {schema}; the file also holds {', '.join(present[1:])}")
-    elif data and all(isinstance(value, Tensor) for value in data.values()):
-        schema, weights = "state dict", data
-    else:
+def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """(where, weights without wrappers' prefixes) by the precedence of SCHEMAS."""
+    schema = next((key for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]), "state dict")
+    weights = data.get(schema, data)
+    if not weights or (weights is data and not all(isinstance(value, Tensor) for value in data.values())):
         held = ", ".join(sorted(map(str, data))[:8]) or "nothing"
         raise ValueError(f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors; the file holds {held}")
     if bad := [str(key) for key, value in weights.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"{schema} holds more than tensors: {', '.join(bad[:8])}")
     state = {str(key): value for key, value in weights.items()}
-    if bad := [key for key, value in state.items() if not _whole(value)]:
-        raise ValueError(f"{schema} has tensors of more numbers than the file holds: {', '.join(bad[:8])}")
     while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None):
         state = {key.removeprefix(prefix): value for key, value in state.items()}
-        messages.append(f"removed the prefix '{prefix}' that a wrapper had put before every key")
-    return schema, state, messages
-
-
-def _whole(tensor: Tensor) -> bool:
-    """Whether every number of a tensor is stored: a view that repeats one number may claim any size."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return schema, state

@@ -1,8 +1,6 @@
 """The chess network: one residual tower with policy, value and self-supervised heads.
 
-Matrix0's 53-million-parameter network is a set of option values of it (`params/matrix0_53m.yaml`); the other
-presets use what is better: no clamp or LayerNorm over the logits, no LayerNorm over the skip path, DropPath
-on the branch only and for each sample by itself.
+Matrix0's 53-million-parameter network is a set of option values of it (`params/matrix0_53m.yaml`).
 
 Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is rank 1 of the side to move
 (`encoding: oriented`) or rank 8 of White's board (`encoding: matrix0`); column 0 is the a-file.
@@ -30,6 +28,7 @@ from matrixlib.tasks.chess.blocks import (
     ResidualBlock,
     in_fp32,
     recomputed,
+    scale,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.planes import move_keys
@@ -42,23 +41,11 @@ MOVE_PLANES = 73
 MOVES = SQUARES * MOVE_PLANES
 AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
-HEAD_INIT = 0.1  # last layer of each head: outputs start near zero, so losses start at chance level
+HEAD_INIT = 0.1  # of the last layer of each head: outputs start near zero, so losses start at chance level; exact zeros
+# would cut the trunk off from the gradient
 PLAY_HEADS = frozenset({"policy", "value"})
 RESERVED = PLAY_HEADS | {"features", "stream"}
 Trunk = Callable[[ModelConfig], nn.Module]
-
-
-def ssl_width(channels: int) -> int:
-    """Inner channels of a self-supervised head."""
-    return max(1, channels // 2)
-
-
-def shrink(layer: nn.Module) -> None:
-    """Let a head's last layer start near zero; exact zeros would cut the trunk off from the gradient."""
-    with torch.no_grad():
-        layer.get_parameter("weight").mul_(HEAD_INIT)
-        if isinstance(getattr(layer, "bias", None), Tensor):
-            layer.get_parameter("bias").zero_()
 
 
 def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEADS) -> int:
@@ -179,7 +166,7 @@ class PolicyHead(nn.Module):
         return self.get_submodule(names[self.kind])
 
     def initialise(self) -> None:
-        shrink(self.last if self.logit_norm is None else self.logit_norm)
+        scale(self.last if self.logit_norm is None else self.logit_norm, HEAD_INIT)
 
     def limit(self, x: Tensor, factor: float = 1.0) -> Tensor:
         return x.clamp(-factor * self.clamp, factor * self.clamp) if self.clamp else x
@@ -221,9 +208,9 @@ class ValueHead(nn.Module):
         self.fc3 = nn.Linear(half, 1 if self.scalar else 3)
 
     def initialise(self) -> None:
-        shrink(self.fc3)
+        scale(self.fc3, HEAD_INIT)
         if self.attention is not None:
-            shrink(self.attention)  # all squares weigh about the same at first
+            scale(self.attention, HEAD_INIT)  # all squares weigh about the same at first
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
@@ -245,7 +232,7 @@ class SquareHead(nn.Module):
         self.out = nn.Conv2d(width, outputs, 1, bias=False)
 
     def initialise(self) -> None:
-        shrink(self.out)
+        scale(self.out, HEAD_INIT)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.input(x)).float()
@@ -274,9 +261,8 @@ class PolicyValueNet(nn.Module):
             self.tower = nn.ModuleList(_tower(config))
         self.policy_head = PolicyHead(config)
         self.value_head = ValueHead(config)
-        self.ssl_heads = nn.ModuleDict(
-            {name: SquareHead(config, ssl_width(width), SSL_CHANNELS[name]) for name in config.ssl}
-        )
+        inner = max(1, width // 2)
+        self.ssl_heads = nn.ModuleDict({name: SquareHead(config, inner, SSL_CHANNELS[name]) for name in config.ssl})
         auxiliary = AUXILIARY_CHANNELS if config.auxiliary else {}
         self.auxiliary = nn.ModuleDict(
             {name: SquareHead(config, AUXILIARY_WIDTH, outputs) for name, outputs in auxiliary.items()}
@@ -387,13 +373,10 @@ def _tower(config: ModelConfig) -> list[nn.Module]:
     """Residual blocks, an attention block after every k-th; DropPath grows linearly from 0 to its rate."""
     every = config.attention.every
     kinds: list[type[ResidualBlock] | type[AttentionBlock]] = []
-    for index in range(config.blocks):
-        kinds.append(ResidualBlock)
-        if every and index % every == every - 1:
-            kinds.append(AttentionBlock)
-    last = max(1, len(kinds) - 1)
-    scale = max(1, len(kinds)) ** -0.5
-    return [kind(config, config.droppath * index / last, scale) for index, kind in enumerate(kinds)]
+    for number in range(1, config.blocks + 1):
+        kinds += [ResidualBlock, AttentionBlock] if every and number % every == 0 else [ResidualBlock]
+    last, factor = max(1, len(kinds) - 1), max(1, len(kinds)) ** -0.5
+    return [kind(config, config.droppath * index / last, factor) for index, kind in enumerate(kinds)]
 
 
 def _initialise(net: PolicyValueNet) -> None:

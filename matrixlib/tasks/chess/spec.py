@@ -45,12 +45,6 @@ if TYPE_CHECKING:
     from matrixlib.tasks.chess.task import ChessTask
 
 
-def _overfit_needs(config: ChessConfig) -> str:
-    if config.loss.policy and config.loss.value and config.model.value.kind == "wdl":
-        return ""
-    return "loss.policy and loss.value above 0 and model.value.kind wdl"
-
-
 class ChessGameSpec:
     """Chess as a game of self-play."""
 
@@ -99,7 +93,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
         exact=("value/accuracy",),
         inputs=("pieces", "state"),
         labels=("policy_index", "policy_weight", "wdl", "result"),
-        needs=_overfit_needs,
+        needs=lambda config: (
+            ""
+            if config.loss.policy and config.loss.value and config.model.value.kind == "wdl"
+            else "loss.policy and loss.value above 0 and model.value.kind wdl"
+        ),
     )
     small = {
         "model": {"channels": 8, "blocks": 1, "policy": {"channels": 8}, "value": {"channels": 8, "hidden": 16}},
@@ -180,30 +178,29 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
 
-        if not (teacher := net.task.config.teacher.network):
-            return figures.held_out(net, held_out, sample)
-
+        problem, teacher = "", net.task.config.teacher.network
         try:
-            other = load(teacher, "", net.runtime.device)
-            problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
+            other = load(teacher, "", net.runtime.device) if teacher else None
+            if other is not None:
+                problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
         except ValueError as error:
             problem = str(error)
         if problem:
             warnings.warn(f"without figures of the teacher: {problem}", stacklevel=2)
+        if problem or other is None:
             return figures.held_out(net, held_out, sample)
         return figures.agreement(net, other, held_out, sample)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         base = figures["baselines"]
-        parts = [
-            f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
-            f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}"
-        ]
-        if "wdl_accuracy" in figures:
-            parts.append(f"WDL {figures['wdl_accuracy']:.1%}")
-        if "value_correlation" in figures:
-            parts.append(f"value correlation {figures['value_correlation']:.2f}")
-        return ", ".join(parts)
+        value = {"wdl_accuracy": "WDL {:.1%}", "value_correlation": "value correlation {:.2f}"}
+        return ", ".join(
+            (
+                f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
+                f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}",
+                *(text.format(figures[name]) for name, text in value.items() if name in figures),
+            )
+        )
 
     def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> BoardViewer:
         from matrixlib.tasks.chess.evaluate import analysis
@@ -232,17 +229,10 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
         base = figures["baselines"]
+        top1, better = figures["top1"] > base["uniform_top1"], figures["policy_kl"] < base["uniform_kl"]
         return [
-            (
-                "held-out policy better than uniform",
-                figures["policy_kl"] < base["uniform_kl"],
-                "KL to the teacher below that of a uniform guess",
-            ),
-            (
-                "held-out moves better than a random legal one",
-                figures["top1"] > base["uniform_top1"],
-                "top-1 agreement with the teacher above a random move's",
-            ),
+            ("held-out policy better than uniform", better, "KL to the teacher below that of a uniform guess"),
+            ("held-out moves better than a random legal one", top1, "top-1 agreement above a random move's"),
         ]
 
 
@@ -254,16 +244,15 @@ def load(run: str | Path, checkpoint: str = "", device: str | Runtime = "auto", 
     from matrixlib.tasks.chess.evaluate.net import Net
 
     folder, named = find_run(run)
+    net: Network | None
     if folder.is_file():
-        net: Network | None = TASK.open_file(folder, device, compile)
-        if net is None:
+        if (net := TASK.open_file(folder, device, compile)) is None:
             raise ValueError(no_network(folder))
         net.sha256 = file_hash(folder)
     else:
         data, name = read_run_config(folder)
         if data.get("task") != TASK.name:
             raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
-        config = validated(TASK.config, data, name)
-        net = load_network(TASK, config, folder, checkpoint or named, device, compile)
+        net = load_network(TASK, validated(TASK.config, data, name), folder, checkpoint or named, device, compile)
     assert isinstance(net, Net)
     return net

@@ -22,8 +22,8 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
+from matrixlib.tasks.chess.distill import cache
 from matrixlib.tasks.chess.distill import losses as soft
-from matrixlib.tasks.chess.distill import outputs
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import Sums, plain_rows
 from matrixlib.tasks.chess.model import PLANES, PLAY_HEADS, PolicyValueNet, training_flops
@@ -36,17 +36,17 @@ TAUGHT = {"teacher_policy": "policy", "teacher_value": "value", "teacher_feature
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
-LossFunction = Callable[[dict[str, Any], Batch], tuple[Tensor, Sums]]
-"""From the network's outputs and the batch to the SUM over a term's items and sums of its metrics."""
-
-
 class Term(NamedTuple):
-    """A part of the loss. count: valid items of a host batch. bounds: (chance, floor) as sums over these, if known."""
+    """A part of the loss.
+
+    loss: from the network's outputs and the batch to the SUM over its items and sums of its metrics. count: valid items
+    of a host batch. floor: the least SUM of such a batch; None: neither that nor chance level is known.
+    """
 
     weight: float
-    loss: LossFunction
+    loss: Callable[[dict[str, Any], Batch], tuple[Tensor, Sums]]
     count: Callable[[Batch], int]
-    bounds: Callable[[Batch], tuple[float, float]] | None = None
+    floor: Callable[[Batch], float] | None = lambda batch: 0.0
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,21 @@ class ChessTask:
         """Every part of the loss by name."""
         options, teacher = self.config.loss, self.config.teacher
         terms = {
-            "policy": Term(options.policy, self._policy_loss, self._policy_count, self._policy_bounds),
-            "value": Term(options.value, self._value_loss, self._value_count, self._value_bounds),
+            "policy": Term(options.policy, self._policy_loss, self._policy_count, self._policy_floor),
+            "value": Term(options.value, self._value_loss, self._value_count, self._value_floor),
         }
         for name in self.config.model.ssl:
-            terms[f"ssl_{name}"] = Term(
-                getattr(options.ssl, name),
-                partial(self._ssl_loss, name),
-                partial(self._ssl_count, name),
-                partial(self._ssl_bounds, name),
-            )
+            loss, items = partial(self._ssl_loss, name), _hidden if name == "piece" else _squares
+            terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, items)
         if teacher.network:
-            terms["teacher_policy"] = Term(
-                teacher.policy, self._teacher_policy_loss, self._moving_count, self._teacher_policy_bounds
-            )
-            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _count, self._teacher_value_bounds)
+            terms["teacher_policy"] = Term(teacher.policy, self._teacher_policy_loss, _moving)
+            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _plain)
             if teacher.features:
-                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _count)
-        terms |= {head.name: Term(head.weight, head.loss, head.count) for head in self.heads}
+                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _plain, None)
+        terms |= {head.name: Term(head.weight, head.loss, head.count, None) for head in self.heads}
         for term, function in self.loss_functions.items():
-            weight, count = (terms[term].weight, terms[term].count) if term in terms else (1.0, _count)
-            terms[term] = Term(weight, partial(_own_loss, term, function), count)
+            weight, count = terms[term][::2] if term in terms else (1.0, _plain)
+            terms[term] = Term(weight, partial(_own_loss, term, function), count, None)
         return terms
 
     @property
@@ -124,7 +118,7 @@ class ChessTask:
         mirrored = rng.random(rows) < 0.5
         data = self.config.data
         hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
-        batch = outputs.unpacked(batch)
+        batch = cache.unpacked(batch)
         if data.mirror:
             batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
         return self._packed(batch, hidden)
@@ -133,7 +127,7 @@ class ChessTask:
         """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value, none a loss of the
         piece head, which the ssl notebook measures.
         """
-        return self._packed(outputs.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
+        return self._packed(cache.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -210,30 +204,30 @@ class ChessTask:
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor) as sums over the items of `counts`, where they are known: see losses.py; a
-        self-supervised head starts at ln(classes) per square and can reach 0.
+        """Per active term (chance, floor) as sums over the items of `counts`, where they are known. Chance level is the
+        loss of a network whose outputs are all 0.
         """
-        return {name: term.bounds(batch) for name, term in self.terms.items() if term.bounds is not None}
+        batch, model = {name: tensor.cpu() for name, tensor in batch.items()}, self.config.model
+        count = len(batch["pieces"])
+        blank = {
+            "policy": torch.zeros(batch["policy_index"].shape),
+            "value": torch.zeros(count) if model.value.kind == "scalar" else torch.zeros(count, 3),
+            "ssl": {name: torch.zeros(count, SSL_CHANNELS[name], 8, 8) for name in model.ssl},
+        }
+        floors = {name: term.floor for name, term in self.terms.items() if term.weight > 0 and term.floor is not None}
+        chance, _ = self.loss(blank, batch, frozenset(floors))
+        return {name: (float(chance[name]), floor(batch)) for name, floor in floors.items()}
 
     def _policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        index, weight, rows = self.network_index(batch), batch["policy_weight"], plain_rows(batch)
-        return losses.policy_loss(out["policy"], index, weight, rows, **self._learned_policy)
+        index, weight = self.network_index(batch), batch["policy_weight"]
+        return losses.policy_loss(out["policy"], index, weight, plain_rows(batch), self.config.loss)
 
     def _policy_count(self, batch: Batch) -> int:
         return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], plain_rows(batch)).sum())
 
-    def _policy_bounds(self, batch: Batch) -> tuple[float, float]:
-        index, weight, rows = batch["policy_index"], batch["policy_weight"], plain_rows(batch)
-        return losses.policy_bounds(index, weight, rows, **self._learned_policy)
-
-    @property
-    def _learned_policy(self) -> dict[str, Any]:
-        options = self.config.loss
-        return {
-            "smoothing": options.label_smoothing,
-            "best": options.best_move,
-            "temperature": options.policy_temperature,
-        }
+    def _policy_floor(self, batch: Batch) -> float:
+        index, weight = batch["policy_index"], batch["policy_weight"]
+        return losses.policy_floor(index, weight, plain_rows(batch), self.config.loss)
 
     def value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(target (B, 3) win-draw-loss, rows (B,) bool that have one)."""
@@ -241,37 +235,27 @@ class ChessTask:
         return target, known & plain_rows(batch)
 
     def _value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        options, (target, rows) = self.config.loss, self.value_target(batch)
         if self.config.model.value.kind == "scalar":
-            return losses.scalar_loss(out["value"], target, rows, options.scalar, options.huber_delta)
-        return losses.wdl_loss(out["value"], target, rows)
+            return losses.scalar_loss(out["value"], *self.value_target(batch), self.config.loss)
+        return losses.wdl_loss(out["value"], *self.value_target(batch))
 
     def _value_count(self, batch: Batch) -> int:
-        known = losses.value_known(batch["wdl"], batch["result"], self.config.loss.result_share)
-        return int((known & plain_rows(batch)).sum())
+        return int(self.value_target(batch)[1].sum())
 
-    def _value_bounds(self, batch: Batch) -> tuple[float, float]:
-        options, scalar = self.config.loss, self.config.model.value.kind == "scalar"
-        return losses.value_bounds(*self.value_target(batch), scalar, options.scalar, options.huber_delta)
+    def _value_floor(self, batch: Batch) -> float:
+        target, rows = self.value_target(batch)
+        return 0.0 if self.config.model.value.kind == "scalar" else float(losses.entropy(target[rows].double()).sum())
 
     def _ssl_loss(self, head: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         # Outputs are turned to the oriented board, where the targets are.
-        logits, squares = self.oriented(out["ssl"][head], batch, head), _squares(batch, head)
-        target = ssl.target(batch, head)
+        logits, target = self.oriented(out["ssl"][head], batch, head), ssl.target(batch, head)
+        if head == "piece":
+            squares = unpack_maps(batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))).bool()
+        else:
+            squares = plain_rows(batch)[:, None, None].expand(-1, 8, 8)
         if SSL_CHANNELS[head] > 1:
             return losses.class_loss(logits, target, squares)
         return losses.binary_loss(logits, target, squares, self._positive(head))
-
-    def _ssl_count(self, head: str, batch: Batch) -> int:
-        # Made before every update, while a GPU waits: not by way of the maps of squares that the losses need.
-        if head != "piece":
-            return 64 * _count(batch)
-        return int(np.bitwise_count(batch["hidden"].numpy()).sum()) if "hidden" in batch else 0
-
-    def _ssl_bounds(self, head: str, batch: Batch) -> tuple[float, float]:
-        if (classes := SSL_CHANNELS[head]) > 1:
-            return self._ssl_count(head, batch) * math.log(classes), 0.0
-        return losses.binary_bounds(ssl.target(batch, head), _squares(batch, head), self._positive(head))
 
     def _teacher_policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         index, rows = self.network_index(batch), plain_rows(batch)
@@ -279,18 +263,8 @@ class ChessTask:
         loss, metrics = soft.policy_loss(out["policy"], index, batch["teacher_policy"], rows, heat)
         return loss, metrics | ({"raw": out["raw"] * soft.policy_rows(index, rows).sum()} if "raw" in out else {})
 
-    def _moving_count(self, batch: Batch) -> int:
-        return int(soft.policy_rows(batch["policy_index"], plain_rows(batch)).sum())
-
-    def _teacher_policy_bounds(self, batch: Batch) -> tuple[float, float]:
-        theirs, heat = (batch[name].cpu() for name in ("teacher_policy", "temperature"))
-        return soft.policy_bounds(batch["policy_index"], theirs, plain_rows(batch), heat)
-
     def _teacher_value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         return soft.wdl_loss(out["value"], batch["teacher_wdl"], plain_rows(batch))
-
-    def _teacher_value_bounds(self, batch: Batch) -> tuple[float, float]:
-        return soft.wdl_bounds(batch["teacher_wdl"].cpu(), plain_rows(batch)) if "teacher_wdl" in batch else (0.0, 0.0)
 
     def _teacher_features_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         blocks = [own for own, _ in self.config.teacher.layers] or range(len(out["stream"]) - 1)
@@ -299,8 +273,13 @@ class ChessTask:
         return soft.feature_loss(own, theirs, plain_rows(batch)), {}
 
     def additions(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
-        """As `soft.additions`, on the oriented board where `squares` are wanted each by itself."""
-        return soft.additions(stream, blocks, partial(self.oriented, batch=batch) if squares else None)
+        """What each of these blocks adds to a network's stream, (B, C, S) in fp32: on the 64 squares of the oriented
+        board, or (`squares` off) the mean over them. stream: what goes into the blocks, and what comes out of each.
+        """
+        added = [stream[block + 1].float() - stream[block].float() for block in blocks]
+        if squares:
+            return [self.oriented(maps, batch).flatten(2) for maps in added]
+        return [maps.mean((2, 3))[:, :, None] for maps in added]
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits; own heads."""
@@ -342,21 +321,18 @@ class ChessTask:
         return losses.calibrated(logits, self._positive(head)).sigmoid()
 
     def illegal_mass(self, batch: dict[str, np.ndarray]) -> np.ndarray:
-        """(B,) f32: share of each row's policy target on moves that are not legal, of a batch of `prepare`; 0 is right.
+        """(B,) share of each row's policy target on moves that are not legal, of a batch of `prepare`; 0 is right.
 
         For checks of the data: the losses trust the list of moves.
         """
-        state = batch["state"]
+        state, index = batch["state"], batch["policy_index"]
         castling, en_passant = state[:, CASTLING].astype(np.uint8), state[:, EN_PASSANT].astype(np.int8)
         _, legal, offset = bitboard.legal_moves(batch["pieces"], castling, en_passant)
         table = np.zeros((len(state), bitboard.POLICY_SIZE), bool)
         table[np.repeat(np.arange(len(state)), np.diff(offset)), legal] = True
-        index, weight = batch["policy_index"], batch["policy_weight"]
-        weight = np.where(index >= 0, weight, 0)
         good = np.take_along_axis(table, np.maximum(index, 0).astype(np.int64), axis=1)
-        total = weight.sum(1)
-        mass: np.ndarray = np.where(good, 0, weight).sum(1) / np.where(total > 0, total, 1)
-        return mass.astype(np.float32)
+        mass: np.ndarray = np.where(good, 0, batch["policy_weight"]).sum(1)
+        return mass
 
     def _positive(self, head: str) -> float:
         """How many times a 1 counts in a binary head's loss."""
@@ -398,7 +374,7 @@ class ChessTask:
         index = batch["policy_index"]
         if self.config.model.encoding == "oriented":
             return index
-        table = _move_table(self.config.model.encoding, str(index.device))
+        table = device_table(move_map, str(index.device), self.config.model.encoding)
         moved = table[batch["state"][:, SIDE, None].long(), index.clamp(min=0).long()]
         return torch.where(index != losses.PAD, moved, losses.PAD)
 
@@ -409,9 +385,8 @@ class ChessTask:
         # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows
         # do, but its own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
-        if name == "piece":
-            return torch.where(black, maps[:, _swapped(str(maps.device))], maps.flip(2))
-        return torch.where(black, maps, maps.flip(2))
+        theirs = maps[:, device_table(_swapped_classes, str(maps.device))] if name == "piece" else maps
+        return torch.where(black, theirs, maps.flip(2))
 
 
 def packed_state(rows: np.ndarray) -> np.ndarray:
@@ -428,9 +403,22 @@ def boards_of(batch: Batch) -> list[chess.Board]:
     return [records.to_board(row) for row in rows]
 
 
-def _count(batch: Batch) -> int:
+def _plain(batch: Batch) -> int:
     """Rows whose whole board is shown."""
     return int(plain_rows(batch).sum())
+
+
+def _squares(batch: Batch) -> int:
+    return 64 * _plain(batch)
+
+
+def _hidden(batch: Batch) -> int:
+    return int(np.bitwise_count(batch["hidden"].numpy()).sum()) if "hidden" in batch else 0
+
+
+def _moving(batch: Batch) -> int:
+    """Rows with a legal move whose whole board is shown."""
+    return int(soft.policy_rows(batch["policy_index"], plain_rows(batch)).sum())
 
 
 def _own_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
@@ -442,26 +430,15 @@ def _own_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batc
     return loss, {metric: value.detach().float() for metric, value in metrics.items()}
 
 
-def _squares(batch: Batch, name: str) -> Tensor:
-    """(B, 8, 8) bool: squares that count for a head: the hidden ones for `piece`, all of plain rows for the others."""
-    if name == "piece":
-        hidden = batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))
-        return unpack_maps(hidden).bool()
-    return plain_rows(batch)[:, None, None].expand(-1, 8, 8)
-
-
 @functools.cache
-def _move_table(encoding: str, device: str) -> Tensor:
-    """`move_map` on a device, copied there once; no inference tensor, which training could not use."""
+def device_table(make: Callable[..., Any], device: str, *arguments: str) -> Tensor:
+    """A table on a device, copied there once; no inference tensor, which training could not use."""
     with torch.inference_mode(False):
-        return move_map(encoding).to(device)
+        return torch.as_tensor(make(*arguments)).to(device)
 
 
-@functools.cache
-def _swapped(device: str) -> Tensor:
-    """`ssl.SWAPPED` on a device, copied there once."""
-    with torch.inference_mode(False):
-        return torch.from_numpy(ssl.SWAPPED).to(device, torch.int64)
+def _swapped_classes() -> np.ndarray:
+    return ssl.SWAPPED.astype(np.int64)
 
 
 def _padded(values: np.ndarray, offset: np.ndarray, fill: float, kind: type[np.generic]) -> np.ndarray:

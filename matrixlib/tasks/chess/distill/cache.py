@@ -1,15 +1,16 @@
 """What a teacher says of stored positions, in a file beside each shard: asked once, then read with the rows.
 
-The files have the format of shards, with rows of `outputs.RECORD` and checksums of blocks, and name the shard and the
-teacher by their SHA-256.
+The files have the format of shards, with a row of 104 bytes a position and checksums of blocks, and name the shard and
+the teacher by their SHA-256. A row: the 32 likeliest moves by their places in the position's list of legal moves, with
+log-probabilities in float16, the share of all others, and win-draw-loss.
 """
 
-import os
-import zlib
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,21 +18,27 @@ from filelock import FileLock
 
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.reader import Sidecars
-from matrixlib.data.shards import BLOCK, DamagedBlock, Shard, ShardError, file_hash, write_shard
+from matrixlib.data.shards import BLOCK, Batch, DamagedBlock, Layout, Shard, ShardError, file_hash, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.distill.outputs import LAYOUT, RECORD, packed
-from matrixlib.tasks.chess.distill.teacher import ChessTeacher
-from matrixlib.tasks.chess.task import ChessTask
+
+if TYPE_CHECKING:
+    from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+    from matrixlib.tasks.chess.task import ChessTask
 
 ROWS = 256  # asked about at once, from the beginning of a block on, so that a file's bytes depend on nothing else
+MOVES = 32  # kept of a position
+NO_MOVE = 255  # a place that no position's list has: at most 218 moves
+MIN_REST = 1e-7  # share of the moves that are left out, at least: float16 may have none left of it
+RECORD = np.dtype([("move", "u1", MOVES), ("log_p", "<f2", MOVES), ("rest", "<f2"), ("wdl", "<f2", 3)])
+LAYOUT = Layout("chess teacher", 1, RECORD, {})
 
 
 def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
     """The files of these shards in a folder of the data set, each made, or made anew where it is not what it should be.
 
-    A process that is killed loses at most a block of 4,096 rows. ValueError for a shard that is not the one that was
-    catalogued, and where nothing can be written.
+    A process that is killed loses at most one of them. ValueError for a shard that is not the one that was catalogued,
+    and where nothing can be written.
     """
     if any(row.remote for row in shards):
         raise ValueError("a teacher's outputs lie beside the shards: set teacher.cache to false, or copy the data set")
@@ -75,44 +82,25 @@ def fits(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
 
 
 def _make(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar: Any) -> None:
-    """Ask about the rows of one shard, block by block; blocks that are done survive in a file of their own."""
+    """Ask about the rows of one shard, block by block."""
     if file_hash(row.path) != row.sha256:
         raise ShardError(f"{row.path}: its bytes are not those that were catalogued; import it again")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part, shard = path.with_name(f"{path.name}.{row.sha256[:16]}.part"), Shard(row.path, records.LAYOUT)
-    with open(part, "ab+") as file:
-        blocks = list(_whole_blocks(file, row.count))
-        bar.update(sum(map(len, blocks)))
-        for start in range(len(blocks) * BLOCK, row.count, BLOCK):
-            block = _asked(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task)
-            file.write(block.tobytes() + zlib.crc32(block.tobytes()).to_bytes(4, "little"))
-            file.flush()
-            blocks.append(block)
-            bar.update(len(block))
-    meta = {"source": row.source, "generator": "teacher", "seed": 0, "split": row.split}
-    # with the shard's own time, so that the same outputs are the same bytes
-    meta |= {
-        "created": shard.meta["created"],
+    shard, blocks = Shard(row.path, records.LAYOUT), []
+    for start in range(0, row.count, BLOCK):
+        blocks.append(_asked(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task))
+        bar.update(len(blocks[-1]))
+    meta = {
+        "source": row.source,
+        "generator": "teacher",
+        "seed": 0,
+        "split": row.split,
+        "created": shard.meta["created"],  # the shard's own time, so that the same outputs are the same bytes
         "shard": row.sha256,
         "rows": shard.fingerprint,
         "teacher": teacher.sha256,
     }
     write_shard(path, LAYOUT, {"records": np.concatenate(blocks)}, meta)
     Sidecars.note(path).unlink(missing_ok=True)
-    part.unlink()
-
-
-def _whole_blocks(file: BinaryIO, count: int) -> Iterator[np.ndarray]:
-    """The blocks that an unfinished file holds; what follows the last whole one is cut off."""
-    file.seek(0)
-    for start in range(0, count, BLOCK):
-        begin, size = file.tell(), min(BLOCK, count - start) * RECORD.itemsize
-        data, check = file.read(size), file.read(4)
-        if len(check) < 4 or zlib.crc32(data) != int.from_bytes(check, "little"):
-            file.truncate(begin)
-            break
-        yield np.frombuffer(data, RECORD)
-    file.seek(0, os.SEEK_END)
 
 
 def _asked(shard: Shard, rows: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
@@ -129,3 +117,31 @@ def _asked(shard: Shard, rows: np.ndarray, teacher: ChessTeacher, task: ChessTas
         wdl = out.get("teacher_wdl", np.zeros((len(part["pieces"]), 3), np.float32))
         parts.append(packed(out["teacher_policy"], wdl, part["policy_index"].numpy()))
     return np.concatenate(parts)
+
+
+def packed(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """RECORD rows (B,) of log-probabilities (B, L) at the moves `index` (B, L), -1 in pads, and wdl (B, 3)."""
+    rows = np.zeros(len(index), RECORD)
+    scores = np.where(index >= 0, log_p, -np.inf)
+    top = np.argsort(-scores, axis=1, kind="stable")[:, :MOVES]
+    best = np.take_along_axis(scores, top, axis=1)
+    rows["move"] = np.where(np.isfinite(best), top, NO_MOVE)
+    rows["log_p"] = np.where(np.isfinite(best), best, 0).clip(-6e4, 0)
+    rows["rest"] = (1 - np.exp(best).sum(1)).clip(0, 1)
+    rows["wdl"] = wdl
+    return rows
+
+
+def unpacked(batch: Batch) -> Batch:
+    """A gathered batch whose `sidecar` (B,) RECORD has become `policy_teacher` (K,) f32, log-probabilities of the moves
+    of `policy_index`; the batch itself where there is none. Moves that were left out share their rest alike.
+    """
+    if "sidecar" not in batch:
+        return batch
+    rows, offset = batch["sidecar"], batch["policy_offset"]
+    others = np.maximum(np.diff(offset) - MOVES, 1)
+    rest = np.log(np.maximum(rows["rest"].astype(np.float32), MIN_REST) / others)
+    log_p = np.repeat(rest.astype(np.float32), np.diff(offset))
+    row, place = np.nonzero(rows["move"] != NO_MOVE)
+    log_p[offset[row] + rows["move"][row, place]] = rows["log_p"][row, place]
+    return {**batch, "policy_teacher": log_p}

@@ -7,15 +7,14 @@ would make every sum NaN, whatever it is multiplied by.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from matrixlib.engine.optim import SGDParameters
 from matrixlib.tasks.chess.config import TeacherConfig
-from matrixlib.tasks.chess.losses import FILL, PAD, Sums, entropy, legal_logits
+from matrixlib.tasks.chess.losses import FILL, PAD, Sums, entropy, legal_logits, sums
 
 EPS = 1e-12  # norm of features below which they are taken as none
 CKA_ROWS = 128  # rows whose alignment is taken together
@@ -46,17 +45,15 @@ def policy_loss(
     goes. T^2 keeps the size of the gradient where T changes. Metrics: `kl` at T = 1, `top1` (the same best move), and
     `temperature`.
     """
-    valid, scores = policy_rows(index, rows), legal_logits(logits, index)
-    loss = temperature.square() * _kl(scores, index, teacher, temperature)
+    scores = legal_logits(logits, index)
     with torch.no_grad():
-        plain = _kl(scores, index, teacher, torch.ones_like(temperature))
-        same = scores.argmax(1) == torch.where(index != PAD, teacher, FILL).argmax(1)
         metrics = {
-            "kl": torch.where(valid, plain, 0.0).sum(),
-            "top1": (same & valid).float().sum(),
-            "temperature": torch.where(valid, temperature, 0.0).sum(),
+            "kl": _kl(scores, index, teacher, torch.ones_like(temperature)),
+            "top1": scores.argmax(1) == torch.where(index != PAD, teacher, FILL).argmax(1),
+            "temperature": temperature,
         }
-    return torch.where(valid, loss, 0.0).sum(), metrics
+    loss = temperature.square() * _kl(scores, index, teacher, temperature)
+    return sums(loss, policy_rows(index, rows), metrics)
 
 
 def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> Tensor:
@@ -65,31 +62,13 @@ def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> 
     return (theirs.exp() * (theirs - own)).sum(1)
 
 
-def policy_bounds(index: Tensor, teacher: Tensor, rows: Tensor, temperature: Tensor) -> tuple[float, float]:
-    """(chance, floor) sums: T^2 (ln n - H) of a student that finds n moves alike, H the entropy of the softened
-    teacher, and 0.
-    """
-    valid = policy_rows(index, rows)
-    theirs = softened(teacher, index, temperature)[valid].double()
-    legal = (index != PAD)[valid]
-    spread = -(theirs.exp() * theirs).sum(1)
-    start = temperature[valid].double().square() * (legal.sum(1).double().log() - spread)
-    return float(start.clamp(min=0).sum()), 0.0
-
-
 def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
     """KL(teacher || student) of win-draw-loss, of logits and probabilities (B, 3). Metric: `accuracy`, the same
     likeliest class.
     """
     log_p = logits.float().log_softmax(1)
-    loss = -(teacher * log_p).sum(1) - entropy(teacher)
-    right = (log_p.argmax(1) == teacher.argmax(1)) & rows
-    return torch.where(rows, loss, 0.0).sum(), {"accuracy": right.float().sum()}
-
-
-def wdl_bounds(teacher: Tensor, rows: Tensor) -> tuple[float, float]:
-    """(chance, floor) sums: ln 3 - H, H the teacher's entropy, and 0."""
-    return float((math.log(3) - entropy(teacher[rows].double())).sum()), 0.0
+    same = log_p.argmax(1) == teacher.argmax(1)
+    return sums(-(teacher * log_p).sum(1) - entropy(teacher), rows, {"accuracy": same})
 
 
 # Features: what blocks add to the stream, compared by centred kernel alignment
@@ -104,20 +83,6 @@ def pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, i
         if wrong := [pair[place] for pair in layers if pair[place] >= count] or [0] * (count == 0):
             raise ValueError(f"teacher.layers: {name} has {count} blocks, counted from 0, so none of number {wrong[0]}")
     return layers
-
-
-def additions(
-    stream: Sequence[Tensor], blocks: Iterable[int], oriented: Callable[[Tensor], Tensor] | None
-) -> list[Tensor]:
-    """What each of these blocks adds to a network's stream, (B, C, S) in fp32.
-
-    stream: what goes into the blocks, and what comes out of each. oriented: turns maps to the oriented board; None: the
-    mean over the squares will do.
-    """
-    added = [stream[block + 1].float() - stream[block].float() for block in blocks]
-    if oriented is None:
-        return [maps.mean((2, 3))[:, :, None] for maps in added]
-    return [oriented(maps).flatten(2) for maps in added]
 
 
 def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
@@ -154,20 +119,6 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
 # The temperature that softens teacher and student
 
 
-class _Reverse(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by -factor."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        return -factor * gradients[0], None
-
-
 class LearnedTemperature(SGDParameters):
     """T = 1 + 4 sigmoid(raw), which rises where that makes the student's task harder (CTKD, Li et al. 2022,
     arXiv:2211.16231): its gradient is reversed, and multiplied by a factor that begins at 0.
@@ -182,8 +133,8 @@ class LearnedTemperature(SGDParameters):
         self.raw = nn.Parameter(torch.tensor(math.log(share / (1 - share))))
 
     def forward(self, factor: Tensor) -> Tensor:
-        """T () of the reversal's factor ()."""
-        raw: Tensor = _Reverse.apply(self.raw, factor)
+        """T () of the reversal's factor (): of the parameter itself, with a gradient of -factor times its own."""
+        raw = self.raw.detach() - factor * (self.raw - self.raw.detach())
         return MIN_TEMPERATURE + (MAX_TEMPERATURE - MIN_TEMPERATURE) * raw.sigmoid()
 
 

@@ -11,7 +11,7 @@ from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.lc0.network import open_weights
-from matrixlib.tasks.chess.matrix0 import config_of, fitting, load_matrix0, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import config_of, fitting, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
@@ -42,18 +42,18 @@ def open_matrix0(path: Path, device: str | Runtime = "auto", compile: bool | str
     """A network of Matrix0; what its file does not say of it is warned of. ValueError names a file that cannot be."""
     data = read_checkpoint(path)
     try:
-        model_config, assumed = config_of(data)
+        model_config, message = config_of(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
         with torch.device("meta"):  # before a network of the sizes that a file claims takes memory
-            fitting(data, PolicyValueNet(model_config).state_dict())
+            weights = fitting(data, PolicyValueNet(model_config).state_dict())
         model = task.build_model()
-        messages = load_matrix0(data, model)
+        model.load_state_dict(weights)
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ValueError(f"{path.name} describes no network that can be built: {'; '.join(problems)}") from None
     except (ValueError, IndexError, TypeError) as error:  # a stranger's options and shapes may be anything
         raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {error}") from None
-    for message in (*assumed, *messages):
+    if message:
         warnings.warn(f"{path.name}: {message}", stacklevel=2)
     runtime = runtime_for_use(task.config, device)
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))

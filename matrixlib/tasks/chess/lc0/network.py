@@ -5,7 +5,6 @@ eight boards of the planes are seen from the side that is to move now. Integers 
 is copied from the host.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,11 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import losses
 from matrixlib.tasks.chess.blocks import SQUARES
 from matrixlib.tasks.chess.config import ChessConfig
-from matrixlib.tasks.chess.lc0 import weights
 from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY, plane_table, slot_table
-from matrixlib.tasks.chess.lc0.weights import PLANES, Lc0Weights
+from matrixlib.tasks.chess.lc0.weights import PLANES, Arrays, read
 from matrixlib.tasks.chess.model import PLAY_HEADS, PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_pieces
-from matrixlib.tasks.chess.task import ChessTask, packed_state
+from matrixlib.tasks.chess.task import ChessTask, device_table, packed_state
 
 PAST = 7  # boards before the newest one
 EMPTY = 12
@@ -53,28 +51,32 @@ class Block(nn.Module):
 
 
 class Lc0Network(nn.Module):
-    """The network that a weight file describes."""
+    """The network that the arrays of a weight file make. ValueError where one does not fit the others."""
 
     order: Tensor
 
-    def __init__(self, weights: Lc0Weights) -> None:
+    def __init__(self, arrays: Arrays) -> None:
         super().__init__()
-        filters = weights.filters
-        self.wdl = weights.wdl
-        self.input = nn.Conv2d(PLANES, filters, 3, padding=1)
-        self.tower = nn.ModuleList(Block(filters, weights.units) for _ in range(weights.blocks))
-        if weights.conv_policy:
-            self.policy1 = nn.Conv2d(filters, weights.policy_filters, 3, padding=1)
-            self.policy = nn.Conv2d(weights.policy_filters, CONV_PLANES, 3, padding=1)
-            self.register_buffer("order", torch.from_numpy(plane_table()), persistent=False)
-        else:
-            self.policy = nn.Conv2d(filters, weights.policy_filters, 1)
-            self.moves = nn.Linear(weights.policy_filters * SQUARES, POLICY)
-        self.conv_policy = weights.conv_policy
-        self.value = nn.Conv2d(filters, weights.value_filters, 1)
-        self.value1 = nn.Linear(weights.value_filters * SQUARES, weights.hidden)
-        self.value2 = nn.Linear(weights.hidden, 3 if weights.wdl else 1)
-        self.load_state_dict({name: torch.from_numpy(array) for name, array in weights.arrays.items()}, strict=True)
+        width = {name.removesuffix(".bias"): len(array) for name, array in arrays.items() if name.endswith(".bias")}
+        filters, blocks = width["input"], sum(name.endswith("conv1") for name in width)
+        self.wdl, self.conv_policy = width["value2"] == 3, "policy1" in width
+        with torch.device("meta"):  # without memory for the sizes that a file claims
+            self.input = nn.Conv2d(PLANES, filters, 3, padding=1)
+            self.tower = nn.ModuleList(Block(filters, width.get("tower.0.reduce", 0)) for _ in range(blocks))
+            if self.conv_policy:
+                self.policy1 = nn.Conv2d(filters, width["policy1"], 3, padding=1)
+                self.policy = nn.Conv2d(width["policy1"], CONV_PLANES, 3, padding=1)
+            else:
+                self.policy = nn.Conv2d(filters, width["policy"], 1)
+                self.moves = nn.Linear(width["policy"] * SQUARES, POLICY)
+            self.value = nn.Conv2d(filters, width["value"], 1)
+            self.value1 = nn.Linear(width["value"] * SQUARES, width["value1"])
+            self.value2 = nn.Linear(width["value1"], 3 if self.wdl else 1)
+        self.register_buffer("order", torch.from_numpy(plane_table()), persistent=False)
+        try:
+            self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()}, assign=True)
+        except RuntimeError as error:
+            raise ValueError(" ".join(str(error).split())) from None
 
     def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
         """Of "policy" (B, 1858) logits, "value" (B, 3) win-draw-loss logits or (B,) in -1..1, and "stream", what goes
@@ -131,11 +133,18 @@ class Lc0Task(ChessTask):
 
 
 def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
-    """The task and the network of a weight file, in fp32 on the CPU. Errors as of `weights.read`."""
-    read = weights.read(path)
-    kind = "wdl" if read.wdl else "scalar"
+    """The task and the network of a weight file, in fp32 on the CPU. ValueError names the file and what is wrong with
+    it, or what is not supported.
+    """
+    try:
+        network = Lc0Network(read(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{Path(path).name} is no network of Lc0 that can be read: {error}") from None
+    kind = "wdl" if network.wdl else "scalar"
     config = ChessConfig.model_validate({"task": "chess", "model": {"ssl": [], "value": {"kind": kind}}})
-    return Lc0Task(config), Lc0Network(read)
+    return Lc0Task(config), network
 
 
 def planes(batch: Mapping[str, Tensor]) -> Tensor:
@@ -150,37 +159,34 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
     ones. Missing boards are the oldest one again (Lc0's `fen_only`), its pawn put back where an en-passant square tells
     of its double step; after the start of a game they stay empty.
     """
-    newest, state = unpack_pieces(batch["pieces"]), batch["state"]
-    boards, repeated = newest[:, None], state[:, None, REPETITION]
-    oldest, oldest_state = newest, state
-    missing = torch.ones(len(newest), PAST, dtype=torch.bool, device=newest.device)
+    pieces, state = batch["pieces"][:, None], batch["state"][:, None]
     if "past" in batch:
-        past, past_state, known = batch["past"], batch["past_state"], batch["known"].long()
-        before = unpack_pieces(past.flatten(0, 1)).unflatten(0, past.shape[:2])
-        boards = torch.cat([boards, _seen_from(state[:, None, SIDE], before, past_state[:, :, SIDE])], dim=1)
-        repeated = torch.cat([repeated, past_state[:, :, REPETITION]], dim=1)
-        rows = torch.arange(len(newest), device=known.device)
-        own = torch.cat([newest[:, None], before], dim=1)
-        oldest, oldest_state = own[rows, known], torch.cat([state[:, None], past_state], dim=1)[rows, known]
-        missing = torch.arange(PAST, device=known.device) >= known[:, None]
-    fill = _put_back(oldest, oldest_state[:, EN_PASSANT, None])
-    fill = _seen_from(state[:, None, SIDE], fill[:, None], oldest_state[:, None, SIDE])
-    start = oldest.eq(_start(str(newest.device))).all(1)
-    start &= (oldest_state[:, CASTLING] == 15) & (oldest_state[:, SIDE] == 0)
-    fill = torch.where(start[:, None, None], EMPTY, fill)
-    again = torch.where(start, 0, oldest_state[:, REPETITION])
-    boards = torch.cat([boards, fill.expand(-1, 1 + PAST - boards.shape[1], -1)], dim=1)
-    repeated = torch.cat([repeated, again[:, None].expand(-1, 1 + PAST - repeated.shape[1])], dim=1)
-    boards = torch.cat([boards[:, :1], torch.where(missing[:, :, None], fill, boards[:, 1:])], dim=1)
-    repeated = torch.cat([repeated[:, :1], torch.where(missing, again[:, None], repeated[:, 1:])], dim=1)
-    classes = torch.arange(EMPTY, dtype=torch.uint8, device=newest.device)
-    pieces = boards[:, :, None].eq(classes[:, None]).float()
+        pieces, state = torch.cat([pieces, batch["past"]], dim=1), torch.cat([state, batch["past_state"]], dim=1)
+        known = batch["known"].long()
+    else:
+        known = state[:, 0, SIDE].long() * 0
+    rows, side = torch.arange(len(pieces), device=pieces.device), state[:, :1, SIDE]
+    own = unpack_pieces(pieces.flatten(0, 1)).unflatten(0, pieces.shape[:2])
+    boards, repeated = _seen_from(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
+    oldest, last = own[rows, known], state[rows, known]
+    start = (
+        oldest.eq(device_table(_start, str(oldest.device))).all(1) & (last[:, CASTLING] == 15) & (last[:, SIDE] == 0)
+    )
+    fill = _seen_from(side, _put_back(oldest, last[:, EN_PASSANT, None])[:, None], last[:, None, SIDE])
+    fill, again = torch.where(start[:, None, None], EMPTY, fill), torch.where(start, 0, last[:, REPETITION])[:, None]
+    missing = torch.arange(1 + PAST, device=known.device) > known[:, None]
+    more = 1 + PAST - boards.shape[1]
+    boards = torch.where(missing[:, :, None], fill, F.pad(boards, (0, 0, 0, more)))
+    repeated = torch.where(missing, again, F.pad(repeated, (0, more)))
+    classes = torch.arange(EMPTY, dtype=torch.uint8, device=boards.device)
+    occupied = boards[:, :, None].eq(classes[:, None]).float()
     whole = repeated.gt(0).float()[:, :, None, None].expand(-1, -1, -1, 64)
-    rights = torch.stack([state[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
+    now = state[:, 0]
+    rights = torch.stack([now[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
     ones = torch.ones_like(rights[:, :1])
-    scalars = torch.cat([rights, state[:, SIDE, None], state[:, HALFMOVE, None], 0 * ones, ones], dim=1).float()
+    scalars = torch.cat([rights, now[:, SIDE, None], now[:, HALFMOVE, None], 0 * ones, ones], dim=1).float()
     return torch.cat(
-        [torch.cat([pieces, whole], dim=2).flatten(1, 2), scalars[:, :, None].expand(-1, -1, 64)], dim=1
+        [torch.cat([occupied, whole], dim=2).flatten(1, 2), scalars[:, :, None].expand(-1, -1, 64)], dim=1
     ).unflatten(2, (8, 8))
 
 
@@ -189,7 +195,7 @@ def slots(batch: Mapping[str, Tensor]) -> Tensor:
     index = batch["policy_index"].long().clamp(min=0)
     piece = unpack_pieces(batch["pieces"]).gather(1, index // 73)
     kind = piece.eq(PAWN).long() + 2 * piece.eq(KING).long()
-    return _slots(str(index.device))[kind, index]
+    return device_table(slot_table, str(index.device))[kind, index]
 
 
 def _seen_from(side: Tensor, boards: Tensor, own: Tensor) -> Tensor:
@@ -206,17 +212,8 @@ def _put_back(boards: Tensor, file: Tensor) -> Tensor:
     return torch.where(stepped & (square == file + chess.A7), THEIR_PAWN, boards)
 
 
-@functools.cache
-def _start(device: str) -> Tensor:
-    """Piece classes (64,) uint8 at the start of a game."""
-    with torch.inference_mode(False):
-        back = [3, 1, 2, 4, 5, 2, 1, 3]
-        board = back + [PAWN] * 8 + [EMPTY] * 32 + [THEIR_PAWN] * 8 + [6 + piece for piece in back]
-        return torch.tensor(board, dtype=torch.uint8).to(device)
-
-
-@functools.cache
-def _slots(device: str) -> Tensor:
-    """`slot_table` on a device, copied there once."""
-    with torch.inference_mode(False):
-        return torch.from_numpy(slot_table()).to(device)
+def _start() -> np.ndarray:
+    """Piece classes (64,) at the start of a game."""
+    back = [3, 1, 2, 4, 5, 2, 1, 3]
+    theirs = [6 + piece for piece in back]
+    return np.array([*back, *[PAWN] * 8, *[EMPTY] * 32, *[THEIR_PAWN] * 8, *theirs], np.uint8)
