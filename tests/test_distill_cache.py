@@ -65,7 +65,7 @@ def make(folder: Path, teacher: ChessTeacher, split: str | None = None) -> dict[
 
 
 def stored_records(path: Path) -> np.ndarray:
-    return Shard(path, cache.LAYOUT).arrays["records"]
+    return Shard(path, soft.LAYOUT).arrays["records"]
 
 
 def prepared(rows: dict[str, np.ndarray], plain: bool = True) -> Batch:
@@ -84,7 +84,7 @@ def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     batch = prepared({**rows_of(fens), "sidecar": side})
     asked = teacher.ask(batch)
     assert torch.equal(teacher(batch, 0.5)["teacher_policy"], batch["teacher_policy"]), "and is not asked for again"
-    few = batch["policy_index"].ge(0).sum(1).numpy() <= cache.MOVES
+    few = batch["policy_index"].ge(0).sum(1).numpy() <= soft.MOVES
     assert 0 < few.sum() < len(few)
     ours, theirs = log_p(batch), log_p({**batch, **asked})
     np.testing.assert_allclose(ours[few], theirs[few], atol=0.02)  # float16 of about -10
@@ -92,7 +92,7 @@ def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     assert mass[few].max() < 0.002
     assert mass.max() < 0.3, "moves beyond the 32nd share the rest alike"
     np.testing.assert_allclose(batch["teacher_wdl"].numpy(), asked["teacher_wdl"].numpy(), atol=1e-3)
-    assert cache.RECORD.itemsize == 104
+    assert soft.RECORD.itemsize == 104
 
 
 def test_mirrored_rows_get_the_mirrored_policy(folder: Path, fens: list[str]) -> None:
@@ -180,7 +180,7 @@ def test_training_reads_the_cache_and_asks_nobody(
     (path,) = folder.glob("teacher-*/a.npz.outputs")
     before = path.read_bytes()
     raw = bytearray(before)
-    raw[4500 * cache.RECORD.itemsize] ^= 1
+    raw[4500 * soft.RECORD.itemsize] ^= 1
     path.write_bytes(raw)
     with closing(student(folder, teacher, cache=True)) as run:
         assert path.read_bytes() == raw
@@ -196,10 +196,10 @@ def test_training_reads_the_cache_and_asks_nobody(
 def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None:
     paths = make(folder, teacher_of())
     raw = bytearray(paths["a.npz"].read_bytes())
-    raw[4500 * cache.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
+    raw[4500 * soft.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
     paths["a.npz"].write_bytes(raw)
     damage: list[Any] = []
-    sidecars, rows = Sidecars(cache.LAYOUT, paths), Catalogue(folder).shards("train")
+    sidecars, rows = Sidecars(soft.LAYOUT, paths), Catalogue(folder).shards("train")
     loader = Loader(
         rows, records.LAYOUT, 64, 0, TASK.prepare_plain, on_damage=lambda *what: damage.append(what), sidecars=sidecars
     )

@@ -22,7 +22,6 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
-from matrixlib.tasks.chess.distill import cache
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import Sums, plain_rows
@@ -118,7 +117,7 @@ class ChessTask:
         mirrored = rng.random(rows) < 0.5
         data = self.config.data
         hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
-        batch = cache.unpacked(batch)
+        batch = soft.unpacked(batch)
         if data.mirror:
             batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
         return self._packed(batch, hidden)
@@ -127,7 +126,7 @@ class ChessTask:
         """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value, none a loss of the
         piece head, which the ssl notebook measures.
         """
-        return self._packed(cache.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
+        return self._packed(soft.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None

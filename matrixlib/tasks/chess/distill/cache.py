@@ -1,16 +1,13 @@
 """What a teacher says of stored positions, in a file beside each shard: asked once, then read with the rows.
 
-The files have the format of shards, with a row of 104 bytes a position and checksums of blocks, and name the shard and
-the teacher by their SHA-256. A row: the 32 likeliest moves by their places in the position's list of legal moves, with
-log-probabilities in float16, the share of all others, and win-draw-loss.
+The files have the format of shards, with rows of `losses.RECORD` and checksums of blocks, and name the shard and the
+teacher by their SHA-256.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +15,14 @@ from filelock import FileLock
 
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.reader import Sidecars
-from matrixlib.data.shards import BLOCK, Batch, DamagedBlock, Layout, Shard, ShardError, file_hash, write_shard
+from matrixlib.data.shards import BLOCK, DamagedBlock, Shard, ShardError, file_hash, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess import records
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.distill.teacher import ChessTeacher
-    from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.chess.distill.losses import LAYOUT, RECORD, packed
+from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+from matrixlib.tasks.chess.task import ChessTask
 
 ROWS = 256  # asked about at once, from the beginning of a block on, so that a file's bytes depend on nothing else
-MOVES = 32  # kept of a position
-NO_MOVE = 255  # a place that no position's list has: at most 218 moves
-MIN_REST = 1e-7  # share of the moves that are left out, at least: float16 may have none left of it
-RECORD = np.dtype([("move", "u1", MOVES), ("log_p", "<f2", MOVES), ("rest", "<f2"), ("wdl", "<f2", 3)])
-LAYOUT = Layout("chess teacher", 1, RECORD, {})
 
 
 def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
@@ -117,31 +108,3 @@ def _asked(shard: Shard, rows: np.ndarray, teacher: ChessTeacher, task: ChessTas
         wdl = out.get("teacher_wdl", np.zeros((len(part["pieces"]), 3), np.float32))
         parts.append(packed(out["teacher_policy"], wdl, part["policy_index"].numpy()))
     return np.concatenate(parts)
-
-
-def packed(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """RECORD rows (B,) of log-probabilities (B, L) at the moves `index` (B, L), -1 in pads, and wdl (B, 3)."""
-    rows = np.zeros(len(index), RECORD)
-    scores = np.where(index >= 0, log_p, -np.inf)
-    top = np.argsort(-scores, axis=1, kind="stable")[:, :MOVES]
-    best = np.take_along_axis(scores, top, axis=1)
-    rows["move"] = np.where(np.isfinite(best), top, NO_MOVE)
-    rows["log_p"] = np.where(np.isfinite(best), best, 0).clip(-6e4, 0)
-    rows["rest"] = (1 - np.exp(best).sum(1)).clip(0, 1)
-    rows["wdl"] = wdl
-    return rows
-
-
-def unpacked(batch: Batch) -> Batch:
-    """A gathered batch whose `sidecar` (B,) RECORD has become `policy_teacher` (K,) f32, log-probabilities of the moves
-    of `policy_index`; the batch itself where there is none. Moves that were left out share their rest alike.
-    """
-    if "sidecar" not in batch:
-        return batch
-    rows, offset = batch["sidecar"], batch["policy_offset"]
-    others = np.maximum(np.diff(offset) - MOVES, 1)
-    rest = np.log(np.maximum(rows["rest"].astype(np.float32), MIN_REST) / others)
-    log_p = np.repeat(rest.astype(np.float32), np.diff(offset))
-    row, place = np.nonzero(rows["move"] != NO_MOVE)
-    log_p[offset[row] + rows["move"][row, place]] = rows["log_p"][row, place]
-    return {**batch, "policy_teacher": log_p}
