@@ -34,7 +34,7 @@ ALLOWED = {
 A row ends at the module that it names: `tasks` is `get_task`, and no particular task.
 """
 FOLDERS = ("hardware", "engine", "data", "play", "runs", "bench")
-LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue", "data.stats")
+LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue")
 LIGHT += ("runs.launch", "runs.run", "runs.compare", "runs.browse")
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
 

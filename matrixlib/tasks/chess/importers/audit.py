@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pandas import DataFrame, concat
 
-from matrixlib.data import stats
 from matrixlib.data.catalogue import Catalogue, ShardRow
 from matrixlib.data.imports import import_logs
 from matrixlib.data.remote import local_path
@@ -91,13 +90,14 @@ def columns(batch: Batch) -> dict[str, NDArray[Any]]:
 # Shards
 
 
-def figures(batch: Batch) -> stats.Figures:
-    """The quality figures of a shard: those of `data.stats`, and what is particular to chess.
+def figures(batch: Batch) -> dict[str, float | int]:
+    """The quality figures of a shard.
 
-    men: pieces on the board. ply: half moves since the start. black: share with Black to move. known_result and
-    known_wdl: shares; win, draw, loss: of the known results, for the side to move; white: White's mean points (-1 to
-    1). value: mean expected points by win-draw-loss; value_gap: mean distance from the result, where both are known
-    (0 to 2). The weight on legal moves needs no figure: `faults` lets no other move pass.
+    duplicates: records whose position came before. policy: moves of a record; policy_weight: entropy in nats of those
+    that have weight, share of those without. men: pieces on the board. ply: half moves since the start. black: share
+    with Black to move. known_result and known_wdl: shares; win, draw, loss: of the known results, for the side to move;
+    white: White's mean points (-1 to 1). value: mean expected points by win-draw-loss; value_gap: mean distance from
+    the result, where both are known (0 to 2).
     """
     points = columns(batch)
     value, result = points["value"], points["result"]
@@ -111,8 +111,28 @@ def figures(batch: Batch) -> stats.Figures:
         out["value"] = value[valued].mean()
     if (known & valued).any():
         out["value_gap"] = np.abs(value - result)[known & valued].mean()
-    general = stats.figures(batch, LAYOUT, keys=hashes_of(batch["records"]), weight="policy_weight")
-    return general | {name: float(number) for name, number in out.items()}
+    length = np.diff(batch["policy_offset"])
+    entropy, weighted = row_entropy(batch["policy_weight"], batch["policy_offset"])
+    spread = entropy[weighted] if weighted.any() else np.zeros(1)
+    out |= {"policy_mean": length.mean(), "policy_weight_zero": 1 - weighted.mean()}
+    out |= {"policy_weight_entropy_mean": spread.mean(), "policy_weight_entropy_std": spread.std()}
+    counts = {"records": len(length), "duplicates": len(length) - len(np.unique(hashes_of(batch["records"])))}
+    counts |= {"policy_min": int(length.min()), "policy_max": int(length.max())}
+    return counts | {name: float(number) for name, number in out.items()}
+
+
+def row_entropy(weights: NDArray[Any], offset: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """(entropy (n,) in nats, has weight (n,)) of the rows of `weights` (K,) cut by `offset` (n+1,).
+
+    Each row is divided by its sum W: H = ln W - (1/W) sum w ln w, and 0 for a row without weight.
+    """
+    some, count = np.flatnonzero(weights), len(offset) - 1  # few, where only one move was played
+    row = np.searchsorted(offset, some, side="right") - 1
+    value = np.asarray(weights[some], np.float64)
+    total, own = np.bincount(row, value, count), np.bincount(row, value * np.log(value), count)
+    has_weight = total > 0
+    safe = np.where(has_weight, total, 1.0)
+    return np.where(has_weight, np.maximum(np.log(safe) - own / safe, 0.0), 0.0), has_weight
 
 
 def distances(rows: Iterable[ShardRow]) -> DataFrame:
@@ -198,7 +218,7 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
     """Records of a shard, as `sample` lists them."""
     offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
     boards = [to_board(record) for record in batch["records"]]
-    entropy, weighted = stats.row_entropy(weight, offset)
+    entropy, weighted = row_entropy(weight, offset)
     fault = np.full(len(boards), "", object)
     for name, mask in faults(batch).items():
         fault[mask] = name
