@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ from test_melee_windows import window_of
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks.melee import export, features
-from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, choices_of, controllers
-from matrixlib.tasks.melee.features import Window
+from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, controllers
 from matrixlib.tasks.melee.player import MeleeNetwork
 from matrixlib.tasks.melee.task import MeleeTask
 
 REST = Controller.of(NEUTRAL)
 
 
-def first_frames(count: int, delay: int = 0) -> Window:
+def first_frames(count: int, delay: int = 0) -> np.ndarray:
     return window_of(game(), count, delay)
 
 
@@ -45,11 +43,11 @@ def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
     player = net.player(seed=1)
     logits, choices = [], []
     for frame in range(30):
-        player.act(window.at(frame))
+        player.act(window[:, frame : frame + 1])
         logits.append(player.logits)
         choices.append(player.decision)
-    window = replace(window, previous=controllers(np.stack([NEUTRAL, *choices[:-1]])[None]))
-    arrays = features.inputs(window) | {"previous": choices_of(window.previous), "choices": np.stack(choices)[None]}
+    window["previous"] = controllers(np.stack([NEUTRAL, *choices[:-1]]))
+    arrays = features.inputs(window) | {"choices": np.stack(choices)[None]}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     inputs = {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}
     with torch.inference_mode():
@@ -61,7 +59,7 @@ def test_a_decision_is_held_after_the_delay() -> None:
     player = net.player(seed=3)
     controllers_, decided = [], []
     for frame in range(8):
-        controllers_.append(player.act(window.at(frame)))
+        controllers_.append(player.act(window[:, frame : frame + 1]))
         decided.append(Controller.of(player.decision))
     assert controllers_ == [REST, REST, *decided[:-2]]
     assert decided[0] != REST
@@ -72,22 +70,22 @@ def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
 
     def play(**options: Any) -> list[Controller]:
         player = net.player(**options)
-        return [player.act(window.at(frame)) for frame in range(10)]
+        return [player.act(window[:, frame : frame + 1]) for frame in range(10)]
 
     assert play(seed=1) == play(seed=1) != play(seed=2)
     assert play(seed=1, temperature=0.0) == play(seed=2, temperature=0.0)
-    by_network = [net.act(window.at(frame)) for frame in range(10)]
+    by_network = [net.act(window[:, frame : frame + 1]) for frame in range(10)]
     assert by_network == play(seed=0)
-    assert net.act(window.at(0)) != by_network[0] or net.act(window.at(1)) != by_network[1]
+    assert net.act(window[:, 0:1]) != by_network[0] or net.act(window[:, 1:2]) != by_network[1]
     net.reset()
-    assert [net.act(window.at(frame)) for frame in range(10)] == play(seed=1) != by_network, "another game"
+    assert [net.act(window[:, frame : frame + 1]) for frame in range(10)] == play(seed=1) != by_network, "another game"
 
 
 def test_a_bot_chooses_a_delay_among_those_of_training() -> None:
     net, window = network(data={"delay": [2, 4]}), first_frames(8, 2)
 
-    def rests(act: Callable[[Window], Controller]) -> int:
-        return [act(window.at(frame)) != REST for frame in range(8)].index(True)
+    def rests(act: Callable[[np.ndarray], Controller]) -> int:
+        return [act(window[:, frame : frame + 1]) != REST for frame in range(8)].index(True)
 
     assert [rests(net.player(delay=delay).act) for delay in (2, 4)] == [2, 4]
     assert rests(net.act) == 2
@@ -95,9 +93,9 @@ def test_a_bot_chooses_a_delay_among_those_of_training() -> None:
     assert rests(net.act) == 3
     assert rests(net.player(seed=1, delay=4).act) == 4
     player = net.player(delay=4)
-    player.act(window.at(0))
+    player.act(window[:, 0:1])
     told = net.player(delay=2)
-    told.act(window.at(0))
+    told.act(window[:, 0:1])
     assert (player.logits != told.logits).any(), "the network is told of it"
     for delay in (1, 5, -1):
         with pytest.raises(ValueError, match=rf"delay {delay}: the network was trained with 2 to 4 frames"):
@@ -141,7 +139,7 @@ def test_what_is_played_is_corrected_for_the_loss(loss: dict[str, float], presse
 
 def test_what_cannot_be_played_is_refused() -> None:
     net = network()
-    for frame in (first_frames(2), first_frames(1).frames):
+    for frame in (first_frames(2), first_frames(1)["players"]):
         with pytest.raises(ValueError, match="one frame at a time"):
             net.act(frame)  # type: ignore[arg-type]
     for temperature in (-1.0, float("nan")):

@@ -38,10 +38,10 @@ def rows_of(*seeds: int, frames: int = 200) -> Batch:
     return concat([stretches(game(frames, seed), False) for seed in seeds], LAYOUT)
 
 
-def window_of(replay: Replay, frames: int, delay: int = 0) -> features.Window:
+def window_of(replay: Replay, frames: int, delay: int = 0) -> np.ndarray:
     """The first frames of a game, seen by its first player."""
     row = select(stretches(replay, False), np.array([0]), LAYOUT)
-    return cut(row, np.array([0]), np.array([delay]), frames)[0]
+    return cut(row, np.array([0]), np.array([delay]), frames)
 
 
 def own_frames(batch: Batch) -> np.ndarray:
@@ -274,8 +274,8 @@ def test_a_frame_as_it_is_played_is_the_frame_of_a_window() -> None:
         items = replay.item[replay.item_at == frame]
         items["owner"] = 1
         one = features.live(state, held[frame + 3], FIRST + frame, replay.stage, 3, second, items)
-        for window in (one, whole.at(frame)):
-            for name, values in features.inputs(window).items():
+        for scene in (one, whole[:, frame : frame + 1]):
+            for name, values in features.inputs(scene).items():
                 assert (values[0, 0] == together[name][0, frame]).all(), (name, frame)
 
 

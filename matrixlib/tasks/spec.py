@@ -69,32 +69,34 @@ class Overfit:
     needs: Callable[[Any], str] = lambda config: ""
 
 
-class GameSpec(Protocol):
+class GameSpec(ABC):
     """What a cycle asks of a game beyond its rules; of its task's held-out figures it shows `top1`, if there is one."""
 
+    ending: ClassVar[str]
+    """Of the name of a file that holds what `Game.write` gives."""
+    solved: ClassVar[bool] = False
+    """Whether perfect play is known."""
+
     @property
+    @abstractmethod
     def game(self) -> Game:
         """The rules."""
 
-    @property
-    def ending(self) -> str:
-        """Of the name of a file that holds what `Game.write` gives."""
-
+    @abstractmethod
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         """What there is to learn from games; ids: number of a game -> its id."""
 
+    @abstractmethod
     def keys(self, records: np.ndarray) -> np.ndarray:
         """(N,) u8, equal for those of N records that are one position to a network."""
 
-    @property
-    def solved(self) -> bool:
-        """Whether perfect play is known."""
-
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         """A network, and a player with it, beside perfect play: shares by name. Only of a game that is solved."""
+        raise NotImplementedError("nobody knows perfect play")
 
     def checks(self, perfection: Mapping[str, float]) -> list[Check]:
         """What must hold of the best network, by these figures."""
+        return []
 
 
 class Viewer(Protocol):
@@ -159,9 +161,12 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return given_folder(config.data)
 
     def curriculum(self, config: ConfigT) -> Curriculum | None:
-        """The phases of its training; None where there is one."""
+        """The phases of its training; None where there is one. By default those of a curriculum over sources."""
         section = getattr(config, "curriculum", None)
-        return source_curriculum(section) if isinstance(section, SourceCurriculumConfig) else None
+        if not isinstance(section, SourceCurriculumConfig):
+            return None
+        curriculum = Curriculum(section, [Dimension.of("sources", section.sources)])
+        return curriculum if len(curriculum.phases) > 1 or curriculum.values["sources"] else None
 
     def stage(self, task: Task, phase: Phase) -> Stage:
         """What a phase trains, and on what; by default, shares of sources."""
@@ -178,24 +183,22 @@ class TaskSpec(ABC, Generic[ConfigT]):
     def sidecars(
         self, config: ConfigT, folder: Path, shards: Sequence[ShardRow], teacher: Teacher | None
     ) -> Sidecars | None:
-        """Files beside these shards of a data set, of which `prepare` is to have the rows; those that are not there yet
-        are made.
-        """
+        """Files beside these shards, made where they are missing, of which `prepare` is to have the rows."""
         return None
 
     def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the network takes of a prepared batch on its device, by name, for people to look at and to call it with;
-        chess: `planes`. Nothing by default."""
+        """What the network takes of a prepared batch on its device, by name, to look at (chess: `planes`)."""
         return {}
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
-        """The first rows of a prepared batch for people, as something that a notebook displays; by default a table of
-        its arrays."""
+        """The first rows of a prepared batch, as a notebook displays them; by default a table of its arrays."""
         import pandas as pd
 
-        columns = {"shape": lambda t: tuple(t.shape), "dtype": lambda t: str(t.dtype).removeprefix("torch.")}
-        columns |= {"least": lambda t: t.min().item(), "most": lambda t: t.max().item()}
-        return pd.DataFrame({name: {k: f(t) for k, f in columns.items()} for name, t in batch.items()}).T
+        table = {
+            name: {"shape": tuple(t.shape), "dtype": str(t.dtype)[6:], "least": t.min().item(), "most": t.max().item()}
+            for name, t in batch.items()
+        }
+        return pd.DataFrame(table).T
 
     def training_flops(self, config: ConfigT) -> float | None:
         """Floating-point operations of training on one row; None where nobody has counted them."""
@@ -223,27 +226,33 @@ class TaskSpec(ABC, Generic[ConfigT]):
         from matrixlib.engine.validation import validate
 
         task: Any = net.task
-        active = active_terms(task)
         batches = list(held_out.sequential(task.config.validation.batch_size, sample=sample))
-        validation = validate(task, net.model, batches, net.runtime, active, "full")
+        validation = validate(task, net.model, batches, net.runtime, active_terms(task), "full")
         if validation is None:
             raise ValueError("nothing is held out to evaluate on")
-        chance = _chance(task, batches)
+        bounds = [task.bounds(batch) for batch in batches]
         figures: dict[str, Any] = {f"{term}_loss": loss for term, loss in validation.losses.items()}
         figures |= {name.replace("/", "_"): value for name, value in validation.metrics.items()}
-        return figures | {"baselines": {f"chance_{term}_loss": chance[term] for term in validation.losses}}
+        chance = {
+            f"chance_{term}_loss": sum(one[term][0] for one in bounds) / validation.counts[term]
+            for term in validation.losses
+        }
+        return figures | {"baselines": chance}
 
     def headline(self, figures: Mapping[str, Any]) -> str:
-        """The figures in one line."""
-        return ", ".join(f"{name} {value:.3g}" for name, value in figures.items() if isinstance(value, float))
+        """The figures in one line, each with a baseline `<what>_<figure>` behind it."""
+        base = {name.partition("_")[2]: (name.partition("_")[0], value) for name, value in figures["baselines"].items()}
+        parts = {name: f"{name} {value:.3g}" for name, value in figures.items() if isinstance(value, float)}
+        return ", ".join(
+            f"{text} ({base[name][0]} {base[name][1]:.3g})" if name in base else text for name, text in parts.items()
+        )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
         """What must hold of any network that has learned something."""
-        chance = figures["baselines"]
         return [
-            (f"held-out {name} below chance", figures[name] < chance[f"chance_{name}"], "the loss of a fresh network")
+            (f"held-out {name} below chance", figures[name] < chance, "the loss of a fresh network")
             for name in figures
-            if f"chance_{name}" in chance
+            if (chance := figures["baselines"].get(f"chance_{name}")) is not None
         ]
 
     def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Viewer | None:
@@ -266,17 +275,6 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return {}
 
 
-def _chance(task: Task, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Mean loss of each term at chance level."""
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for batch in batches:
-        for term, (chance, _) in task.bounds(batch).items():
-            sums[term] = sums.get(term, 0.0) + chance
-            counts[term] = counts.get(term, 0) + task.counts(batch)[term]
-    return {term: total / counts[term] for term, total in sums.items() if counts[term]}
-
-
 def given_folder(data: DataConfig, name: str = "") -> Path:
     """A folder of shards that `data.source` names, or of the catalogue of those at a URL; ConfigError where there is
     none, RemoteError where the URL does not give it. name: one that is no folder.
@@ -290,12 +288,6 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
         problem = f"'{source}' is no folder" if source else "is not set"
         raise ConfigError(f"data.source {problem}; use {either}a folder of shards, or its URL")
     return folder
-
-
-def source_curriculum(config: SourceCurriculumConfig) -> Curriculum | None:
-    """The phases of a curriculum over sources; None where all of the data are always used."""
-    curriculum = Curriculum(config, [Dimension.of("sources", config.sources)])
-    return curriculum if len(curriculum.phases) > 1 or curriculum.values["sources"] else None
 
 
 def find_run(run: str | Path) -> tuple[Path, str]:
@@ -373,7 +365,6 @@ def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: s
 
     ValueError as of `runtime.resolve`.
     """
-
     if isinstance(device, runtimes.Runtime):
         return device
     settings = {"device": device, "precision": precision, "threads": "auto", "channels_last": "auto", "compile": False}
@@ -387,9 +378,8 @@ def weights(stored: Checkpoint) -> tuple[dict[str, Tensor], str]:
 
 
 def other_weights(what: str, sha256: str, record: Mapping[str, Any], when: str) -> str:
-    """That a network, called `what`, is not the one whose `sha256` was written down when `when`, in words; "" where it
-    is, or nothing was written down.
-    """
+    """That a network, called `what`, has other weights than those of `record`, made when `when`, in words; "" where it
+    has not, or nothing was written down."""
     before = str(record.get("sha256", sha256))
     same = sha256 == before
     return "" if same else f"{what} holds other weights than when {when} ({sha256[:12]} in place of {before[:12]})"

@@ -16,6 +16,7 @@ from matrixlib.engine.folder import read_run_config
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.spec import (
     Check,
+    GameSpec,
     Overfit,
     TaskSpec,
     find_run,
@@ -37,18 +38,16 @@ if TYPE_CHECKING:
     from matrixlib.engine.parts import Parts
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
-    from matrixlib.play.match import Player
-    from matrixlib.play.search import Evaluate
     from matrixlib.tasks.chess.distill.teacher import ChessTeacher
     from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
     from matrixlib.tasks.chess.evaluate.net import Net
     from matrixlib.tasks.chess.task import ChessTask
 
 
-class ChessGameSpec:
+class ChessGameSpec(GameSpec):
     """Chess as a game of self-play."""
 
-    ending, solved = ".pgn", False
+    ending = ".pgn"
 
     @property
     def game(self) -> Game:
@@ -66,12 +65,6 @@ class ChessGameSpec:
         from matrixlib.tasks.chess.keys import hashes_of
 
         return hashes_of(records, mirrored=True)
-
-    def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
-        raise NotImplementedError("nobody knows perfect play")
-
-    def checks(self, perfection: Mapping[str, float]) -> list[Check]:
-        return []
 
 
 class ChessSpec(TaskSpec[ChessConfig]):

@@ -63,6 +63,25 @@ FOLLOWER = np.dtype([("at", "<u2"), ("whose", "u1"), ("state", PLAYER)])
 """The second of the Ice Climbers. at: frame of the row; whose: 0 ours, 1 theirs."""
 ITEM = np.dtype([("at", "<u2"), ("owner", "i1"), ("type", "<u2"), ("place", "<f2", (2,)), ("speed", "<f2", (2,))])
 """owner: 1 ours, -1 theirs, 0 nobody's."""
+SLOTS = 5
+"""Items that a network is told of."""
+NOTHING = 0xFFFF
+"""Type of an item that is not there."""
+SCENE = np.dtype(
+    [
+        ("players", PLAYER, (2,)),
+        ("follower", PLAYER, (2,)),  # character UNKNOWN = nobody
+        ("item", ITEM, (SLOTS,)),  # type NOTHING = none
+        ("previous", CONTROLLER),  # what the player decided last
+        ("decision", CONTROLLER),  # what the player decides now
+        ("valid", "u1"),  # whether that is known
+        ("number", "<i4"),  # Slippi's, of the frame
+        ("stage", "<u2"),
+        ("known", "u1"),
+        ("delay", "u1"),
+    ]
+)
+"""A frame with all that is said of it to a network; of two players, ours comes first."""
 RECORD = np.dtype(
     [
         ("game", "<u8"),

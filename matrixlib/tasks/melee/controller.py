@@ -98,9 +98,3 @@ def controllers(choices: np.ndarray) -> np.ndarray:
     out["sticks"] = (choices[..., 8:12].astype(np.int16) - CENTRE) * STICK_STEP
     out["shoulder"] = choices[..., 12].astype(np.int16) * SHOULDER_STEP
     return out
-
-
-def mirror_sticks(controller: np.ndarray, rows: np.ndarray) -> None:
-    """Exchange left and right in `rows` of CONTROLLER (B, T), in place. Their classes follow: 16 - class is one off in
-    the middle between two, where it is rounded up."""
-    controller["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)

@@ -1,32 +1,30 @@
 """From stored frames to the inputs of a network: one builder for training and for play."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from matrixlib.tasks.melee.columns import (
     BUTTONS,
     CHARACTERS,
-    CONTROLLER,
     DELAYS,
     EVERYTHING,
     FRAME,
     GROUND,
     HALVES,
-    ITEM,
     LEFT,
+    NOTHING,
     PAIR,
-    PLAYER,
     RIGHT,
     SAFE,
+    SCENE,
     SHOULDER_STEPS,
+    SLOTS,
     STICK_STEPS,
     STICKS,
     UNKNOWN,
 )
-from matrixlib.tasks.melee.controller import mirror_sticks, pressed
+from matrixlib.tasks.melee.controller import choices_of, pressed
 
 ACTIONS = 399
 """Classes of action state."""
@@ -38,10 +36,6 @@ EDGE = 85.0  # about where stages end
 GAME_FRAMES = 28_800.0  # eight minutes
 DEAD_SIDEWAYS = (1, 2)
 """Action states of a player who is lost over the left and the right edge."""
-SLOTS = 5
-"""Items that a network is told of."""
-NOTHING = 0xFFFF
-"""Type of an item that is not there."""
 
 # Kinds of action state: the first state of each. From 341 on they are a character's own.
 KINDS = np.array(
@@ -84,92 +78,65 @@ CONTINUOUS = np.array(
 """Numbers of `numeric` that are measured and not counted: where noise is added."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """B stretches of T frames.
-
-    frames: (B, T) FRAME, whose own controllers are not looked at. previous: (B, T) CONTROLLER, what the player decided
-    last. number: (B, T) Slippi's of each frame. stage, known, delay: (B,). follower: (B, T, 2) PLAYER, ours first,
-    character UNKNOWN = nobody. item: (B, T, SLOTS) ITEM, type NOTHING = none.
-    """
-
-    frames: np.ndarray
-    previous: np.ndarray
-    number: np.ndarray
-    stage: np.ndarray
-    known: np.ndarray
-    delay: np.ndarray
-    follower: np.ndarray
-    item: np.ndarray
-
-    def at(self, frame: int) -> Window:
-        """One frame of each row."""
-        parts = ("frames", "previous", "number", "follower", "item")
-        return replace(self, **{name: getattr(self, name)[:, frame : frame + 1] for name in parts})
-
-
-def nobody(*shape: int) -> tuple[np.ndarray, np.ndarray]:
-    """`follower` (*shape, 2) and `item` (*shape, SLOTS) of a window, all of them absent."""
-    follower, item = np.zeros((*shape, 2), PLAYER), np.zeros((*shape, SLOTS), ITEM)
-    follower["character"], item["type"] = UNKNOWN, NOTHING
-    return follower, item
-
-
 def live(
     frame: np.ndarray,
     previous: np.ndarray,
     number: int,
     stage: int,
     delay: int = 0,
-    followers: dict[int, np.ndarray] | None = None,
-    items: np.ndarray | None = None,
-) -> Window:
-    """One frame as it is played, as a window of one: FRAME and CONTROLLER scalars, Slippi's number of the frame.
+    followers: Mapping[int, np.ndarray] | None = None,
+    items: Sequence[np.ndarray] = (),
+) -> np.ndarray:
+    """One frame as it is played, SCENE (1, 1): from FRAME and CONTROLLER scalars, Slippi's number of the frame.
 
-    followers: whose (0 ours, 1 theirs) -> PLAYER. items: (M,) ITEM.
+    followers: whose (0 ours, 1 theirs) -> PLAYER. items: ITEM. The frame's own controller is not looked at.
     """
-    follower, item = nobody(1, 1)
+    scene = blank(1, 1)
+    scene["players"] = np.asarray(frame, FRAME).reshape(1).view(PAIR)["players"]
+    scene["previous"], scene["number"], scene["stage"] = previous, number, stage
+    scene["known"], scene["delay"] = EVERYTHING, delay
     for whose, state in (followers or {}).items():
-        follower[0, 0, whose] = state
-    for slot, thing in enumerate([] if items is None else items[:SLOTS]):
-        item[0, 0, slot] = thing
-    return Window(
-        frames=np.asarray(frame, FRAME).reshape(1, 1),
-        previous=np.asarray(previous, CONTROLLER).reshape(1, 1),
-        number=np.array([[number]]),
-        stage=np.array([stage]),
-        known=np.array([EVERYTHING]),
-        delay=np.array([delay]),
-        follower=follower,
-        item=item,
-    )
+        scene["follower"][0, 0, whose] = state
+    for slot, item in enumerate(items[:SLOTS]):
+        scene["item"][0, 0, slot] = item
+    return scene
 
 
-def inputs(window: Window) -> dict[str, np.ndarray]:
-    """What a network sees: `numeric` f4 (B, T, len(INPUTS)), `action` i2 and `character` u1 (B, T, 2), own first."""
-    out = np.zeros((*window.frames.shape, len(INPUTS)), np.float32)
-    players = window.frames.view(PAIR)["players"]
+def blank(*shape: int) -> np.ndarray:
+    """SCENE of this shape, without second characters and items."""
+    scene = np.zeros(shape, SCENE)
+    scene["follower"]["character"], scene["item"]["type"] = UNKNOWN, NOTHING
+    return scene
+
+
+def inputs(scene: np.ndarray) -> dict[str, np.ndarray]:
+    """What a network sees of SCENE (B, T): `numeric` f4 (B, T, len(INPUTS)), `action` i2 and `character` u1 (B, T, 2),
+    own first, `previous` u1 (B, T, 13), the controller held."""
+    out = np.zeros((*scene.shape, len(INPUTS)), np.float32)
+    players, follower, item = scene["players"], scene["follower"], scene["item"]
     leader = _leader(players)
     both = _block(out, f"own {LEADER[0]}", 2, len(LEADER) + len(SECOND))
     both[..., : len(LEADER)] = leader
-    there = window.follower["character"] != UNKNOWN
-    both[..., len(LEADER) :][there] = _second(window.follower[there])
-    stage = window.stage[:, None] == np.array(list(STAGES))
-    _block(out, f"stage {STAGES[2]}", 1, len(STAGES) + 1)[:, :, 0] = np.c_[stage, ~stage.any(1)][:, None]
-    _controls(_block(out, f"previous {CONTROLS[0]}", 1, len(CONTROLS))[:, :, 0], window.previous)
+    there = follower["character"] != UNKNOWN
+    both[..., len(LEADER) :][there] = _second(follower[there])
+    stage = scene["stage"][..., None] == np.array(list(STAGES))
+    other = ~stage.any(-1, keepdims=True)
+    _block(out, f"stage {STAGES[2]}", 1, len(STAGES) + 1)[:, :, 0] = np.concatenate([stage, other], -1)
+    _controls(_block(out, f"previous {CONTROLS[0]}", 1, len(CONTROLS))[:, :, 0], scene["previous"])
     x, y = np.moveaxis(leader[..., 1, 2:4] - leader[..., 0, 2:4], -1, 0)  # in twenties
-    values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, window.number / GAME_FRAMES)
+    values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, scene["number"] / GAME_FRAMES)
     for name, column in zip(SPATIAL, values, strict=True):
         out[..., PLACE[name]] = column
-    there = window.item["type"] != NOTHING
-    _block(out, f"item 0 {ITEM_FIELDS[0]}", SLOTS, len(ITEM_FIELDS))[there] = _items(window.item[there])
-    out[..., PLACE["delay"]] = window.delay[:, None] / DELAYS
-    known = window.known[:, None, None] >> np.arange(len(KNOWN)) & 1
+    there = item["type"] != NOTHING
+    _block(out, f"item 0 {ITEM_FIELDS[0]}", SLOTS, len(ITEM_FIELDS))[there] = _items(item[there])
+    out[..., PLACE["delay"]] = scene["delay"] / DELAYS
+    known = scene["known"][..., None] >> np.arange(len(KNOWN)) & 1
     _block(out, f"known {KNOWN[0]}", 1, len(KNOWN))[:, :, 0] = known
     return {
         "numeric": out,
         "action": np.minimum(players["action"], ACTIONS - 1).astype(np.int16),
         "character": np.minimum(players["character"], CHARACTERS - 1),
+        "previous": choices_of(scene["previous"]),
     }
 
 
@@ -224,15 +191,17 @@ def _items(item: np.ndarray) -> np.ndarray:
     return np.c_[np.ones(len(item)), item["owner"] * 0.5, place, item["type"] * 0.01, speed]
 
 
-def mirror(window: Window, rows: np.ndarray) -> None:
-    """Exchange left and right in `rows` (B,) bool, in place."""
-    for players in (window.frames["self"], window.frames["other"], window.follower):
+def mirror(scene: np.ndarray, rows: np.ndarray) -> None:
+    """Exchange left and right in `rows` (B,) bool of SCENE (B, T), in place."""
+    for players in (scene["players"], scene["follower"]):
         players.view(HALVES)["halves"].view("<u2")[rows] ^= SIGNS
         flags = players["flags"][rows]
         turned = (flags & RIGHT) // RIGHT * LEFT | (flags & LEFT) // LEFT * RIGHT
         players["flags"][rows] = flags & ~np.uint8(RIGHT | LEFT) | turned
         action = players["action"][rows]
         players["action"][rows] = np.where(np.isin(action, DEAD_SIDEWAYS), sum(DEAD_SIDEWAYS) - action, action)
-    mirror_sticks(window.previous, rows)
+    # Of sticks the steps, not the classes: 16 - class is one off in the middle between two, where it is rounded up.
+    for controller in (scene["previous"], scene["decision"]):
+        controller["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)
     for field in ("place", "speed"):
-        window.item[field][rows, ..., 0] *= -1
+        scene["item"][field][rows, ..., 0] *= -1

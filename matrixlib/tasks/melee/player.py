@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from matrixlib.engine.network import Network
 from matrixlib.tasks.melee import features
-from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller, choices_of, controllers
-from matrixlib.tasks.melee.features import Window
+from matrixlib.tasks.melee.columns import SCENE
+from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller, controllers
 from matrixlib.tasks.melee.model import MeleeNet, State, gumbel
 
 
@@ -33,7 +32,7 @@ class MeleeNetwork(Network):
         """One that plays a game of its own; see `Player`."""
         return Player(self, seed, temperature, delay)
 
-    def act(self, frame: Window) -> Controller:
+    def act(self, frame: np.ndarray) -> Controller:
         """`Player.act` of the one game that is being played; `reset` begins another."""
         if self._playing is None:
             self.reset()
@@ -69,7 +68,7 @@ class Player:
         self._device = net.runtime.torch_device
         self._stream, self._temperature = torch.Generator().manual_seed(seed), temperature
         self._remembered: State = self._model.trunk.initial(1)
-        self._delay = np.array([delay])
+        self._delay = delay
         self._waiting = deque([NEUTRAL] * delay)
         self.decision = NEUTRAL
         """(13,) what was decided last, as classes."""
@@ -77,18 +76,18 @@ class Player:
         """(81,) what the network said of the last frame."""
 
     @torch.inference_mode()
-    def act(self, frame: Window) -> Controller:
-        """The controller to hold in the next frame, from the state after this one: a window of one frame, as
-        `features.live` makes it. What was decided last is its `previous`, whatever it says.
+    def act(self, frame: np.ndarray) -> Controller:
+        """The controller to hold in the next frame, from the state after this one: SCENE (1, 1), as `features.live`
+        makes it. What was decided last is its `previous`, whatever it says.
 
         A network that was trained with a delay decides so many frames ahead: until then the controller rests.
-        ValueError for a window of another length.
+        ValueError for another number of frames.
         """
-        if not isinstance(frame, Window) or frame.frames.shape != (1, 1):
-            raise ValueError("give one frame at a time, a window of one as features.live makes it")
-        frame = replace(frame, previous=controllers(self.decision[None, None]), delay=self._delay)
-        arrays = features.inputs(frame) | {"previous": choices_of(frame.previous)}
-        inputs = {name: self._row(array) for name, array in arrays.items()}
+        if frame.dtype != SCENE or frame.shape != (1, 1):
+            raise ValueError("give one frame at a time, as features.live makes it")
+        frame = frame.copy()
+        frame["previous"], frame["delay"] = controllers(self.decision), self._delay
+        inputs = {name: self._row(array) for name, array in features.inputs(frame).items()}
         x, self._remembered = self._model.step(**inputs, state=self._remembered)
         noise = self._temperature * gumbel(torch.rand(1, LOGITS, generator=self._stream)).to(self._device)
         logits, choices = self._model.heads.decide(x, noise, self._correct)

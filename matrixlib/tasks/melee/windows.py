@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat
-from matrixlib.tasks.melee.columns import FOLLOWER, FRAME, ITEM, LAYOUT, OWN, RECORD, ROW
+from matrixlib.tasks.melee.columns import FOLLOWER, FRAME, ITEM, LAYOUT, OWN, PAIR, RECORD, ROW, SLOTS
 from matrixlib.tasks.melee.config import MeleeDataConfig
-from matrixlib.tasks.melee.controller import choices_of, mirror_sticks
-from matrixlib.tasks.melee.features import CONTINUOUS, SLOTS, SYMMETRIC, Window, inputs, mirror, nobody
+from matrixlib.tasks.melee.controller import choices_of
+from matrixlib.tasks.melee.features import CONTINUOUS, SYMMETRIC, blank, inputs, mirror
 from matrixlib.tasks.melee.replay import Replay
 from matrixlib.tasks.melee.statistics import Statistics
 
@@ -92,8 +92,8 @@ def figures(batch: Batch) -> dict[str, Any]:
 def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Batch:
     """Rows (B,) of LAYOUT to windows for training, at random starts and delays, mirrored and with noise.
 
-    Gives what `features.inputs` gives, `choices` u1 (B, T, 13) that are to be predicted, `previous` likewise, the
-    controller held, and `valid` u1 (B, T), 0 where there is nothing to predict: behind the end of a game.
+    Gives what `features.inputs` gives, `choices` u1 (B, T, 13) that are to be predicted, and `valid` u1 (B, T), 0 where
+    there is nothing to predict: behind the end of a game.
     """
     records = batch["records"]
     draws = [rng.random(len(records)) for _ in range(4)]
@@ -102,11 +102,9 @@ def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Ba
     delay = least + (draws[0] * (most - least + 1)).astype(np.int64)
     room = np.diff(batch["frame_offset"]) - data.window - delay
     starts = np.clip(room, 1, records["own"]) if data.random_start else 1
-    window, following, valid = cut(batch, (draws[1] * starts).astype(np.int64), delay, data.window)
-    turned = (draws[2] < data.mirror) & np.isin(records["stage"], SYMMETRIC)
-    mirror(window, turned)
-    mirror_sticks(following, turned)
-    out = inputs(window)
+    scene = cut(batch, (draws[1] * starts).astype(np.int64), delay, data.window)
+    mirror(scene, (draws[2] < data.mirror) & np.isin(records["stage"], SYMMETRIC))
+    out = arrays(scene)
     noisy = np.flatnonzero(draws[3] < data.noise)
     part = out["numeric"][noisy]
     measured = part.take(CONTINUOUS, -1)
@@ -116,46 +114,45 @@ def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Ba
         values[present] += np.float32(data.noise_sigma) * noise
     part[..., CONTINUOUS] = measured
     out["numeric"][noisy] = part
-    return out | {"previous": choices_of(window.previous), "choices": choices_of(following), "valid": valid}
+    return out
 
 
 def plain(batch: Batch, data: MeleeDataConfig) -> Batch:
     """The same of all own frames of each row, however long a window is in training, with the least delay and nothing
     at random."""
     start = np.zeros(len(batch["records"]), np.int64)
-    window, following, valid = cut(batch, start, start + data.delay[0], OWN)
-    choices = {"previous": choices_of(window.previous), "choices": choices_of(following)}
-    return inputs(window) | choices | {"valid": valid}
+    return arrays(cut(batch, start, start + data.delay[0], OWN))
 
 
-def cut(batch: Batch, start: np.ndarray, delay: np.ndarray, frames: int) -> tuple[Window, np.ndarray, np.ndarray]:
-    """The windows that begin at frame `start` (B,) of each row, the controllers (B, frames) that follow on them, and
-    whether these are stored, (B, frames) u1. What lies behind the end of a row repeats its last frame.
+def arrays(scene: np.ndarray) -> Batch:
+    """What the network sees of SCENE (B, T), and its targets."""
+    return inputs(scene) | {"choices": choices_of(scene["decision"]), "valid": scene["valid"].copy()}
+
+
+def cut(batch: Batch, start: np.ndarray, delay: np.ndarray, frames: int) -> np.ndarray:
+    """SCENE (B, frames): the windows that begin at frame `start` (B,) of each row. What lies behind the end of a row
+    repeats its last frame.
     """
-    offset, records = batch["frame_offset"], batch["records"]
-    first, last = (offset[:-1] + start)[:, None], offset[1:, None] - 1
-    at = first + np.arange(frames)
+    offset, records, scene = batch["frame_offset"], batch["records"], blank(len(start), frames)
+    last = offset[1:, None] - 1
+    at = (offset[:-1] + start)[:, None] + np.arange(frames)
     stored = batch["frame_state"]  # `take` copies rows of fields many times faster than an index does
     after = at + delay[:, None]
-    follower, item = nobody(len(records), frames)
+    scene["players"] = stored.take(np.minimum(at, last)).view(PAIR)["players"]
+    scene["previous"] = stored.take(np.minimum(after, last))["controller"]
+    scene["decision"] = stored.take(np.minimum(after + 1, last))["controller"]
+    scene["valid"] = after < last
+    scene["number"] = (records["first"] + start)[:, None] + np.arange(frames)
+    for name, values in (("stage", records["stage"]), ("known", records["known"]), ("delay", delay)):
+        scene[name] = values[:, None]
     second, row, frame = _inside(batch, "follower", start, frames)
-    follower[row, frame, second["whose"]] = second["state"]
+    scene["follower"][row, frame, second["whose"]] = second["state"]
     things, row, frame = _inside(batch, "item", start, frames)
     place = row * frames + frame
     slot = np.arange(len(place)) - np.searchsorted(place, place)  # of those in the same frame, which follow each other
     few = slot < SLOTS
-    item[row[few], frame[few], slot[few]] = things[few]
-    window = Window(
-        frames=stored.take(np.minimum(at, last)),
-        previous=stored.take(np.minimum(after, last))["controller"],
-        number=(records["first"] + start)[:, None] + np.arange(frames),
-        stage=records["stage"],
-        known=records["known"],
-        delay=delay,
-        follower=follower,
-        item=item,
-    )
-    return window, stored.take(np.minimum(after + 1, last))["controller"], (after < last).astype(np.uint8)
+    scene["item"][row[few], frame[few], slot[few]] = things[few]
+    return scene
 
 
 def _inside(batch: Batch, group: str, start: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

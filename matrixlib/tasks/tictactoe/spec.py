@@ -18,7 +18,7 @@ from matrixlib.engine.task import Batch, Ungated
 from matrixlib.play import match
 from matrixlib.play.game import Trace
 from matrixlib.play.search import Evaluate, SearchOptions
-from matrixlib.tasks.spec import Check, Overfit, TaskSpec
+from matrixlib.tasks.spec import Check, GameSpec, Overfit, TaskSpec
 from matrixlib.tasks.tictactoe.game import (
     LAYOUT,
     SQUARES,
@@ -199,7 +199,7 @@ def value_loss(logits: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known, loss, 0.0).sum(), right.sum().float()
 
 
-class TicTacToeGameSpec:
+class TicTacToeGameSpec(GameSpec):
     """Tic-tac-toe as a game of self-play."""
 
     ending, solved = ".txt", True
