@@ -25,7 +25,6 @@ def game(frames: int = 200, seed: int = 0, stage: int = 31, **changes: Any) -> R
     item = np.zeros(frames // 60, ITEM)
     item["type"], item["place"], item["speed"] = 54, (10, 20), (1, -1)
     facts = {
-        "version": (3, 14, 0),
         "stage": stage,
         "ports": (0, 3),
         "known": EVERYTHING,

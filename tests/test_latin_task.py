@@ -16,7 +16,7 @@ from matrixlib.engine import onnx
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import refuse_below_floor
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.latin import export, losses, pool, squares
+from matrixlib.tasks.latin import losses, model, pool, squares
 from matrixlib.tasks.latin.model import Block, LatinNet
 from matrixlib.tasks.latin.spec import TASK as SPEC
 from matrixlib.tasks.latin.task import LatinTask, tokens
@@ -301,7 +301,7 @@ def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
 @pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
 @pytest.mark.slow
 def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
-    file = export.export(latin_task().build_model(), tmp_path / "latin.onnx")
+    file = model.export(latin_task().build_model(), tmp_path / "latin.onnx")
     assert [entry.name for entry in tmp_path.iterdir()] == ["latin.onnx"], "weights in a file beside it"
     assert file.difference < 1e-4
     assert file.examples == 4 * 14, "every size, in batches of 1 and 3"
@@ -309,7 +309,7 @@ def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
 
 def test_hidden_cells_are_fed_as_empty_and_not_as_pad() -> None:
     """An earlier consumer fed 0, which is PAD by now."""
-    grid, _, mode = export.puzzles(3, 4, seed=0)
+    grid, _, mode = model.puzzles(3, 4, seed=0)
     assert set(mode.tolist()) == {0, 1, 2}
     assert (grid[:, 4:] == PAD).all()
     assert (grid == EMPTY).any()

@@ -15,7 +15,8 @@ from matrixlib.tasks.melee import columns, importer, replay
 from matrixlib.tasks.melee.columns import BUTTONS, FIRST, LAYOUT
 from matrixlib.tasks.melee.importer import DAMAGED, import_replays, threshold
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, last_rows, read
-from matrixlib.tasks.melee.sample_set import GAMES, unpack_sample
+from matrixlib.tasks.melee.sample_set import SAMPLE, unpack_sample
+from matrixlib.tasks.shipped import read_manifest
 
 pytest.importorskip("peppi_py", reason="reads .slp files")
 
@@ -147,8 +148,8 @@ def test_the_games_of_people_are_imported_whole(replays: Path, tmp_path: Path) -
     """Frame by frame what ships, where the same six were read and compressed."""
     source = tmp_path / "in"
     source.mkdir()
-    for name in GAMES:
-        shutil.copy(replays / f"{name}.slp", source)
+    for shipped in read_manifest(SAMPLE)["games"]:
+        shutil.copy(replays / shipped["file"], source)
     report = brought_in(source, tmp_path / "out")
     assert (report.entries, report.stored, report.refused, report.skipped) == (6, 6, {}, {})
     rows = Catalogue(tmp_path / "out").shards()

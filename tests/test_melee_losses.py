@@ -10,9 +10,8 @@ import torch
 from melee_batches import decisions, melee_batch, melee_task
 
 from matrixlib.engine.task import active_terms
-from matrixlib.tasks.melee.controller import HEADS
+from matrixlib.tasks.melee.controller import HEADS, Statistics
 from matrixlib.tasks.melee.losses import Objective
-from matrixlib.tasks.melee.statistics import Statistics
 
 BUTTONS, STICK = HEADS[0], HEADS[1]
 ONES = torch.ones(8)
@@ -129,4 +128,4 @@ def test_statistics_add_up_and_weigh_rare_buttons() -> None:
     assert weights[2] == pytest.approx(2, rel=0.2)
     targets[:, 1] = 0
     assert Statistics.count(targets).weights()[1] == pytest.approx(math.sqrt(600), rel=0.01)
-    assert max(Statistics(10**6, (0,) * 8, whole.sticks, whole.shoulder).weights()) == 30
+    assert max(Statistics(10**6, (0,) * 81).weights()) == 30

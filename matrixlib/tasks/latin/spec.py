@@ -1,25 +1,23 @@
 """Latin squares as a task: puzzles of several sizes, modes and fills."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+from matrixlib.data.remote import local_path
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
+from matrixlib.engine.onnx import OnnxFile
 from matrixlib.files import cache_root
+from matrixlib.tasks.latin import decode, pool
 from matrixlib.tasks.latin.config import LatinConfig
+from matrixlib.tasks.latin.model import export
+from matrixlib.tasks.latin.task import LatinTask
 from matrixlib.tasks.spec import Check, Overfit, Stage, TaskSpec, given_folder
-
-if TYPE_CHECKING:
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-    from matrixlib.data.shards import Layout
-    from matrixlib.engine.onnx import OnnxFile
-    from matrixlib.tasks.latin.task import LatinTask
 
 MIN_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
 
@@ -28,7 +26,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
     """Completing Latin squares."""
 
     name, demo = "latin", "latin_demo"
-    config = LatinConfig
+    config, layout = LatinConfig, pool.LAYOUT
     objective_options = ("loss.",)
     measured_on_options = ("validation.limit", *(f"curriculum.{name}.stages" for name in ("size", "mode", "fill")))
     held_out = "about one square in eight is held out"
@@ -62,20 +60,10 @@ class LatinSpec(TaskSpec[LatinConfig]):
         "runtime": {"precision": "fp32", "threads": 1},
     }
 
-    @property
-    def layout(self) -> Layout:
-        from matrixlib.tasks.latin.pool import LAYOUT
-
-        return LAYOUT
-
     def task(self, config: LatinConfig) -> LatinTask:
-        from matrixlib.tasks.latin.task import LatinTask
-
         return LatinTask(config)
 
     def folder(self, config: LatinConfig) -> Path:
-        from matrixlib.tasks.latin import pool
-
         if config.data.source != "generated":
             return given_folder(config.data, "generated")
         sizes = self.task(config).every_size
@@ -88,22 +76,15 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return Curriculum(config.curriculum, [Dimension.of(name, section) for name, section in dimensions])
 
     def stage(self, task: Any, phase: Phase) -> Stage:
-        from matrixlib.tasks.latin import pool
-
         staged = replace(task, stage=phase.values)
         smallest, largest = staged.values["size"]
         return Stage(staged, [pool.source(size) for size in range(smallest, largest + 1)])
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
-        from matrixlib.tasks.latin.export import export
-
         return export(net.model, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
-        from matrixlib.data.remote import local_path
-        from matrixlib.tasks.latin import decode, pool
-
         task = net.task
         squares = pool.read(local_path(row) for row in catalogue.shards("validation"))
         grids = max(MIN_GRIDS, (sample or task.config.validation.sample) // 10)

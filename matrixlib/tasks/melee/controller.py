@@ -6,8 +6,8 @@ shoulder (0..4). A network says 81 numbers of it, `logits`: 8 of the buttons, th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,22 +28,12 @@ class Head:
     choices: slice
 
 
-def _heads() -> tuple[Head, ...]:
-    count = len(BUTTONS)
-    heads, logit, choice = [Head("buttons", count, slice(0, count), slice(0, count))], count, count
-    for name, classes in (*((axis, STICK_CLASSES) for axis in AXES), ("shoulder", SHOULDER_CLASSES)):
-        heads.append(Head(name, classes, slice(logit, logit + classes), slice(choice, choice + 1)))
-        logit, choice = logit + classes, choice + 1
-    return tuple(heads)
-
-
-HEADS = _heads()
+HEADS = (
+    Head("buttons", 8, slice(0, 8), slice(0, 8)),
+    *(Head(a, STICK_CLASSES, slice(8 + 17 * i, 25 + 17 * i), slice(8 + i, 9 + i)) for i, a in enumerate(AXES)),
+    Head("shoulder", SHOULDER_CLASSES, slice(76, 81), slice(12, 13)),
+)
 """In the order in which an autoregressive network decides them."""
-
-
-def centre(number: Any, classes: int) -> Any:
-    """The value in 0..1 of a class."""
-    return np.asarray(number) / (classes - 1)
 
 
 @dataclass(frozen=True)
@@ -59,25 +49,21 @@ class Controller:
     def of(cls, choices: np.ndarray) -> Controller:
         """From choices (13,)."""
         pressed = tuple(name for name, held in zip(BUTTONS, choices[:8], strict=True) if held)
-        x, y, c_x, c_y = (2 * centre(choices[8:12], STICK_CLASSES) - 1).tolist()
-        return cls(pressed, (x, y), (c_x, c_y), float(centre(choices[12], SHOULDER_CLASSES)))
+        x, y, c_x, c_y = (choices[8:12] / CENTRE - 1).tolist()
+        return cls(pressed, (x, y), (c_x, c_y), float(choices[12] / (SHOULDER_CLASSES - 1)))
 
 
 NEUTRAL = np.array([*[0] * len(BUTTONS), *[CENTRE] * len(AXES), 0], np.int64)
 """Choices of a controller that nobody touches."""
 
 
-# As it is stored
-
-
-def _classes(steps: np.ndarray, width: int, middle: int, classes: int) -> np.ndarray:
-    return np.clip(np.floor(steps / np.float32(width) + (middle + 0.5)), 0, classes - 1).astype(np.uint8)
-
-
 STICK_STEP, SHOULDER_STEP = STICK_STEPS // CENTRE, SHOULDER_STEPS // (SHOULDER_CLASSES - 1)
-_STICK = _classes(np.arange(256, dtype=np.uint8).view(np.int8), STICK_STEP, CENTRE, STICK_CLASSES)
-_SHOULDER = _classes(np.arange(256), SHOULDER_STEP, 0, SHOULDER_CLASSES)
-"""The class of each stored byte: an axis in 0..1 times the number of steps, rounded."""
+_BYTES = np.arange(256, dtype=np.uint8)
+_STICK = (2 * _BYTES.view(np.int8).astype(int) + STICK_STEP) // (2 * STICK_STEP) + CENTRE
+_STICK = np.clip(_STICK, 0, STICK_CLASSES - 1).astype(np.uint8)
+_SHOULDER = ((2 * _BYTES.astype(int) + SHOULDER_STEP) // (2 * SHOULDER_STEP)).clip(0, SHOULDER_CLASSES - 1)
+_SHOULDER = _SHOULDER.astype(np.uint8)
+"""The class of each stored byte: steps in units of a class, rounded half up."""
 
 
 def pressed(buttons: np.ndarray) -> np.ndarray:
@@ -98,3 +84,40 @@ def controllers(choices: np.ndarray) -> np.ndarray:
     out["sticks"] = (choices[..., 8:12].astype(np.int16) - CENTRE) * STICK_STEP
     out["shoulder"] = choices[..., 12].astype(np.int16) * SHOULDER_STEP
     return out
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """How often each class of the controller is held in the frames of a training set: what a constant predictor knows.
+
+    held (81,): of `frames` those in which a button is pressed, a class is held. Its fields are JSON data.
+    """
+
+    frames: int
+    held: Sequence[int]
+
+    @classmethod
+    def count(cls, choices: np.ndarray) -> Statistics:
+        """Of choices (n, 13)."""
+        held = [choices[:, HEADS[0].choices].sum(0, dtype=np.int64)]
+        held += [np.bincount(choices[:, head.choices][:, 0], minlength=head.classes) for head in HEADS[1:]]
+        return cls(len(choices), np.concatenate(held).tolist())
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(self.frames + other.frames, np.add(self.held, other.held).tolist())
+
+    def weights(self) -> list[float]:
+        """(8,) weight of a pressed button in the loss, sqrt((1 - r) / r) of its rate r, from 1 to 30."""
+        rate = self._rates()
+        return np.clip(np.sqrt((1 - rate) / rate), 1.0, 30.0).tolist()
+
+    def logits(self) -> list[float]:
+        """(81,) what a network would have to say always to give each class its rate; a class that was never held counts
+        as half a time."""
+        rate, counts = self._rates(), np.maximum(self.held, 0.5)
+        classes = [np.log(counts[head.logits] / counts[head.logits].sum()) for head in HEADS[1:]]
+        return np.concatenate([np.log(rate / (1 - rate)), *classes]).tolist()
+
+    def _rates(self) -> np.ndarray:
+        """(8,) above 0 and below 1."""
+        return (np.array(self.held[: len(BUTTONS)]) + 0.5) / (self.frames + 1)

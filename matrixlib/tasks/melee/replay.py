@@ -30,12 +30,11 @@ class NoGame(ValueError):
 class Replay:
     """A game of two people, by frame number: n frames, none twice, in their order.
 
-    version: of Slippi. ports: from 0. number: (n,) Slippi's. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, in
+    ports: from 0. number: (n,) Slippi's. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, in
     the order of the ports. known: bits of what the version records. follower (K,), item (M,): with the place of their
     frame among the n, follower_at (K,), item_at (M,), rising; whose, owner: 0 or 1, -1 for nobody.
     """
 
-    version: tuple[int, int, int]
     stage: int
     ports: tuple[int, int]
     known: int
@@ -87,9 +86,7 @@ def read(path: Path | str) -> Replay:
     follower_at = np.concatenate([at for _, at in followers])
     order = np.argsort(follower_at, kind="stable")
     item, item_at, owner, items_known = _items(frames, keep, places)
-    version = start["slippi"]["version"]
     return Replay(
-        version=(version[0], version[1], version[2]),
         stage=start["stage"],
         ports=places,
         known=_known(leaders[0].field("post")) | (columns.ITEMS if items_known else 0),

@@ -24,31 +24,16 @@ from matrixlib.config import ConfigError
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.reader import kept_rows
 from matrixlib.data.remote import local_path
-from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, select, write_shard
+from matrixlib.data.shards import Shard, ShardInfo, concat, select, write_shard
 from matrixlib.tasks.melee.columns import CONTROLLER, ITEM, LAYOUT, PLAYER
 from matrixlib.tasks.melee.config import MeleeConfig
+from matrixlib.tasks.melee.controller import Statistics
 from matrixlib.tasks.melee.replay import Replay, read
-from matrixlib.tasks.melee.statistics import Statistics
 from matrixlib.tasks.melee.windows import count, figures, stretches
-from matrixlib.tasks.shipped import unpack, write_shipped
+from matrixlib.tasks.shipped import read_manifest, unpack, write_shipped
 from matrixlib.tasks.spec import given_folder
 
 SAMPLE = Path(__file__).parent / "sample"
-DATA = "sample.npz.xz"
-PY_SLIPPI = "https://github.com/hohav/py-slippi 53b8f39 test/replays, MIT"
-PEPPI = "https://github.com/hohav/peppi eac50be tests/data, MIT"
-GAMES = {
-    "console_name": PY_SLIPPI,
-    "nintendont": PY_SLIPPI,
-    "v2.0": PY_SLIPPI,
-    "ics2": PEPPI,
-    "transform": PEPPI,
-    "old_ver_thegang": PEPPI.replace("tests", "benches"),
-}
-"""Replays between two people, and where they are from: names of the files that `ship` reads."""
-HELD_OUT = ("nintendont",)
-CREATED = "2026-01-01T00:00:00Z"
-"""Creation time in every shard, so that they are the same bytes everywhere."""
 ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     "players": (PLAYER, (2,)),
     "controllers": (CONTROLLER, (2,)),
@@ -91,7 +76,7 @@ def encode(games: Sequence[Replay]) -> bytes:
     """Games to the bytes that ship; deterministic."""
     columns = {}
     for number, game in enumerate(games):
-        columns[f"{number} facts"] = np.array([*game.version, game.stage, *game.ports, game.known], "<i8")
+        columns[f"{number} facts"] = np.array([game.stage, *game.ports, game.known], "<i8")
         for name, (kind, shape) in ARRAYS.items():
             values = np.asarray(getattr(game, name), kind)
             values = np.ascontiguousarray(np.diff(values, prepend=0) if name in RISING else values)
@@ -111,26 +96,19 @@ def decode(data: bytes) -> list[Replay]:
             for name, (kind, shape) in ARRAYS.items():
                 values = np.frombuffer(stored[f"{number} {name}"].T.tobytes(), kind).reshape(-1, *shape)
                 fields[name] = np.cumsum(values) if name in RISING else values
-            *version, stage, one, two, known = stored[f"{number} facts"].tolist()
-            games.append(Replay(tuple(version), stage, (one, two), known, **fields))
+            stage, *ports, known = stored[f"{number} facts"].tolist()
+            games.append(Replay(stage, (ports[0], ports[1]), known, **fields))
     return games
 
 
 def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Compress the games of a folder of replays into `folder`; returns the manifest. For the makers of the package."""
-    paths = [Path(replays, f"{name}.slp") for name in GAMES]
-    games = [read(path) for path in paths]
-    facts: list[dict[str, Any]] = [
-        {"file": path.name, "from": GAMES[path.stem], "sha256": file_hash(path), "frames": len(game.number)}
-        | {"held_out": path.stem in HELD_OUT}
-        for path, game in zip(paths, games, strict=True)
-    ]
-    meta: dict[str, Any] = {"source": "slippi", "generator": "sample", "seed": 0, "created": CREATED}
-    meta["held_out"] = [game["held_out"] for game in facts]
-    data = encode(games)
+    """Compress the games that the manifest of `folder` names, from a folder of replays; returns the new manifest. For
+    the makers of the package."""
+    old = read_manifest(folder)
+    data = encode([read(Path(replays, game["file"])) for game in old["games"]])
     with tempfile.TemporaryDirectory() as scratch:
-        infos = _write(Path(scratch), data, meta)
-    return write_shipped(folder, DATA, data, {"games": facts}, meta, infos)
+        infos = _write(Path(scratch), data, old["meta"])
+    return write_shipped(folder, old["file"], data, {"games": old["games"]}, old["meta"], infos)
 
 
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:

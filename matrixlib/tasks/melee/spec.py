@@ -1,31 +1,30 @@
 """Melee as a task: players of recorded games, to be imitated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+from matrixlib.engine.onnx import OnnxFile
+from matrixlib.hardware.runtime import Runtime, Serving
+from matrixlib.tasks.melee import imitation
+from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
+from matrixlib.tasks.melee.export import export
+from matrixlib.tasks.melee.player import MeleeNetwork
+from matrixlib.tasks.melee.sample_set import data_folder, statistics
+from matrixlib.tasks.melee.task import MeleeTask
 from matrixlib.tasks.spec import Check, Overfit, TaskSpec
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-    from matrixlib.data.shards import Layout
-    from matrixlib.engine.onnx import OnnxFile
-    from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.tasks.melee.player import MeleeNetwork
-    from matrixlib.tasks.melee.task import MeleeTask
 
 
 class MeleeSpec(TaskSpec[MeleeConfig]):
     """Controllers of players, frame by frame."""
 
     name, demo = "melee", "melee_demo"
-    config = MeleeConfig
+    config, layout = MeleeConfig, LAYOUT
     objective_options = ("loss.",)
     measured_on_options = ("validation.limit", "data.delay")
     held_out = "about one replay in ten is held out, and of several at least one"
@@ -42,39 +41,22 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
     )
     small = {"model": {"width": 16}, "train": {"batch_size": 16}, "runtime": {"precision": "fp32", "threads": 1}}
 
-    @property
-    def layout(self) -> Layout:
-        from matrixlib.tasks.melee.columns import LAYOUT
-
-        return LAYOUT
-
     def task(self, config: MeleeConfig) -> MeleeTask:
-        from matrixlib.tasks.melee.sample_set import statistics
-        from matrixlib.tasks.melee.task import MeleeTask
-
         return MeleeTask(config, statistics(config))
 
     def folder(self, config: MeleeConfig) -> Path:
-        from matrixlib.tasks.melee.sample_set import data_folder
-
         return data_folder(config)
 
     def network(
         self, model: nn.Module, config: MeleeConfig, runtime: Runtime, serving: Serving | None = None
     ) -> MeleeNetwork:
-        from matrixlib.tasks.melee.player import MeleeNetwork
-
         return MeleeNetwork(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
-        from matrixlib.tasks.melee.export import export
-
         return export(net.model, net.task.objective(net.model), net.delays, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Log-likelihoods, onsets and sticks of held-out frames, each beside what repeating the controller gives."""
-        from matrixlib.tasks.melee import imitation
-
+        """Log-likelihoods and onsets of held-out frames, each beside what repeating the controller gives."""
         config = net.task.config
         batches = held_out.sequential(config.validation.batch_size, sample=sample)
         return imitation.figures(imitation.judge(net, batches, config.seed))
@@ -88,9 +70,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        from matrixlib.tasks.melee.imitation import checks
-
-        return checks(figures)
+        return imitation.checks(figures)
 
 
 TASK = MeleeSpec()

@@ -16,10 +16,9 @@ from matrixlib.engine.task import Batch, Ungated
 from matrixlib.tasks.melee import losses, windows
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.config import MeleeConfig
-from matrixlib.tasks.melee.controller import AXES, HEADS, LOGITS
+from matrixlib.tasks.melee.controller import HEADS, LOGITS, Statistics
 from matrixlib.tasks.melee.losses import Objective
 from matrixlib.tasks.melee.model import MeleeNet
-from matrixlib.tasks.melee.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,9 @@ class MeleeTask(Ungated):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each term."""
         loss = self.config.loss
-        axes = dict(zip(AXES, (loss.main, loss.main, loss.c, loss.c), strict=True))
-        return {"buttons": loss.buttons, **axes, "shoulder": loss.shoulder}
+        parts = (loss.buttons, loss.main, loss.main, loss.c, loss.c, loss.shoulder)
+        return {head.name: weight for head, weight in zip(HEADS, parts, strict=True)}
 
     @property
     def button_weights(self) -> list[float]:
@@ -53,13 +51,9 @@ class MeleeTask(Ungated):
             return [1.0] * len(BUTTONS)
         return [weight**rare for weight in self.statistics.weights()]
 
-    def objective(self, model: nn.Module) -> Objective:
+    def objective(self, model: Any) -> Objective:
         """What the losses are, and how probabilities follow from the logits of a network trained with them."""
-        heads: Any = model.heads
-        return self._objective(heads.weights)
-
-    def _objective(self, weights: Tensor) -> Objective:
-        return Objective(weights, self.config.loss.focal, self.config.loss.label_smoothing)
+        return Objective(model.heads.weights, self.config.loss.focal, self.config.loss.label_smoothing)
 
     @property
     def prior(self) -> list[float]:
@@ -69,7 +63,6 @@ class MeleeTask(Ungated):
         return [x + math.log(w) for x, w in zip(logits, self.button_weights, strict=False)] + logits[len(BUTTONS) :]
 
     def build_model(self) -> MeleeNet:
-        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return MeleeNet(self.config.model, self.config.data.window, self.prior, self.button_weights)
@@ -88,7 +81,9 @@ class MeleeTask(Ungated):
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor) as sums over the items of `counts`: chance is a constant predictor's."""
-        return losses.bounds(self._objective(torch.tensor(self.button_weights)), self.prior, batch)
+        loss = self.config.loss
+        objective = Objective(torch.tensor(self.button_weights), loss.focal, loss.label_smoothing)
+        return losses.bounds(objective, self.prior, batch)
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Logits (B, T, 8 or classes) by term, NaN in frames that are not valid."""
@@ -96,10 +91,5 @@ class MeleeTask(Ungated):
         return {head.name: logits[..., head.logits] for head in HEADS}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(
-            batch["numeric"],
-            batch["action"].long(),
-            batch["character"].long(),
-            batch["previous"].long(),
-            batch["choices"].long(),
-        )
+        whole = (batch[name].long() for name in ("action", "character", "previous", "choices"))
+        return model(batch["numeric"], *whole)

@@ -15,10 +15,9 @@ import numpy as np
 from matrixlib.data.shards import Batch, concat
 from matrixlib.tasks.melee.columns import FOLLOWER, FRAME, ITEM, LAYOUT, OWN, PAIR, RECORD, ROW, SLOTS
 from matrixlib.tasks.melee.config import MeleeDataConfig
-from matrixlib.tasks.melee.controller import choices_of
+from matrixlib.tasks.melee.controller import Statistics, choices_of
 from matrixlib.tasks.melee.features import CONTINUOUS, SYMMETRIC, blank, inputs, mirror
 from matrixlib.tasks.melee.replay import Replay
-from matrixlib.tasks.melee.statistics import Statistics
 
 # Rows
 
