@@ -1,13 +1,11 @@
-"""A run from its parameters to its end: identity, resume, lock, kill -9, damaged data and checkpoints."""
+"""A run from its parameters to its end: identity, resume, lock, damaged data and checkpoints; kills: test_kills.py."""
 
 from __future__ import annotations
 
 import html
 import json
-import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from matrixlib import config as configuration
 from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import MIN_WORKER_BATCHES, Loader, LoaderError
-from matrixlib.data.shards import Shard, select, write_shard
+from matrixlib.data.shards import Shard, concat, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.folder import read_run
@@ -58,22 +56,20 @@ LATIN: dict[str, Any] = {
 """Phases by shares change after updates 4 and 8, adaptive ones after the validations of updates 2 and 4."""
 
 
-def train_slowly(reports: Path, wait: bool) -> None:
-    """In a process of its own: train the run "killed", each update a line of the file "updates"; wait: after the
-    seventh."""
-    os.environ["MATRIXLIB_REPORTS"] = str(reports)
-    current = runs.open_run(run="killed", overrides=TINY)
-    for stats in current.train():
-        with (reports / "updates").open("a") as file:
-            file.write(f"{stats.step}\n")
-        time.sleep(60 if wait and stats.step == 7 else 0.02)
-    current.close()
-
-
 def train(name: str = "", **more: Any) -> runs.Run:
     current = runs.open_run(run=name, overrides={**TINY, **more})
     for _ in current.train():
         pass
+    current.close()
+    return current
+
+
+def train_until(step: int, name: str = "", **more: Any) -> runs.Run:
+    """A run whose loop is left after so many updates, which saves them."""
+    current = runs.open_run(run=name, overrides={**TINY, **more})
+    for stats in current.train():
+        if stats.step == step:
+            break
     current.close()
     return current
 
@@ -167,17 +163,6 @@ def test_the_finished_run_is_the_one_that_ended_last_whatever_was_written_later(
     assert read_run(reports / "old").ended == "2026-01-01T00:00:00Z"
 
 
-def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    current = train("kept")
-    stored = json.loads((current.folder / "run.json").read_text())["peak"]
-    monkeypatch.setattr(speed, "matrix_rate", lambda *given: 1.0)
-    flops = current.spec.training_flops(current.config)
-    runs.autotune.measure_peak(current.folder, current.runtime, flops)
-    assert json.loads((current.folder / "run.json").read_text())["peak"] == stored
-    runs.autotune.measure_peak(current.folder, replace(current.runtime, dtype="fp16"), flops)
-    assert json.loads((current.folder / "run.json").read_text())["peak"]["gflops"] == 1.0
-
-
 def test_without_memory_for_the_matrix_rate_a_run_trains(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -186,7 +171,6 @@ def test_without_memory_for_the_matrix_rate_a_run_trains(reports: Path, monkeypa
     current = train("full")
     assert current.summary()["complete"]
     assert current.summary()["share_of_peak"] is None
-    assert "share of peak" not in current.times()
 
 
 @pytest.mark.parametrize("trace", [-1, 3, 10**9])
@@ -211,26 +195,28 @@ def test_an_interrupt_before_the_loop_is_left_reaches_who_leaves_it(reports: Pat
 
 
 @pytest.mark.usefixtures("drawn")
-def test_the_rate_of_a_run_stands_beside_the_matrix_rate_of_its_device(reports: Path) -> None:
+def test_the_rate_of_a_run_stands_beside_the_matrix_rate_that_is_measured_once(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     current = train("share")
-    summary = current.summary()
+    summary, folder = current.summary(), current.folder
     share, gflops = summary["share_of_peak"], summary["peak_gflops"]
     flops = current.spec.training_flops(current.config)
     assert flops is not None
-    row = metrics.read(current.folder / "metrics.jsonl")[-1]
+    row = metrics.read(folder / "metrics.jsonl")[-1]
     assert row["share_of_peak"] == pytest.approx(row["throughput"] * flops / (gflops * 1e9), abs=1e-4)
     assert 0 < share < 2
-    *_, last = current.times().splitlines()
-    assert last.startswith(f"share of peak: {share:.0%} of {gflops:,.0f} GFLOP/s")
-    assert f"share of peak {share:.0%}" in (current.folder / "report.html").read_text()
+    assert f"share of peak {share:.0%}" in (folder / "report.html").read_text()
+    monkeypatch.setattr(speed, "matrix_rate", lambda *given: 1.0)
+    for dtype, rate in (("fp32", gflops), ("fp16", 1.0)):
+        runs.autotune.measure_peak(folder, replace(current.runtime, dtype=dtype), flops)
+        assert json.loads((folder / "run.json").read_text())["peak"]["gflops"] == rate
 
 
 def test_an_empty_name_resumes_the_newest_incomplete_run_with_the_same_configuration(reports: Path) -> None:
-    first = runs.open_run(overrides=TINY)
-    for stats in first.train():
-        if stats.step == 5:
-            break
-    first.close()
+    runs.open_run(run="compare-a0", overrides=TINY, kind="compare").close()
+    first = train_until(5)
+    assert first.name.startswith("demo-"), "an unfinished run of another kind is left alone"
     other = runs.open_run(overrides={**TINY, "seed": 5})
     assert other.name != first.name
     other.close()
@@ -276,13 +262,6 @@ def test_rows_of_a_pass_and_the_compiler_may_change_when_a_run_goes_on(reports: 
         assert (run.runtime.micro_batch, run.data.runtime.compile) == (size, mode)
         assert "changed on resume" in run.runtime.reasons["micro_batch"] or size == 32
         run.close()
-
-
-def test_an_unfinished_run_of_another_kind_is_left_alone(reports: Path) -> None:
-    runs.open_run(run="compare-a0", overrides=TINY, kind="compare").close()
-    fresh = runs.open_run(overrides=TINY)
-    assert fresh.name.startswith("demo-")
-    fresh.close()
 
 
 def test_explicit_parameters_beat_overrides_which_beat_the_preset(reports: Path) -> None:
@@ -332,11 +311,7 @@ def test_a_data_set_without_a_healthy_shard_is_refused_in_one_line(reports: Path
 
 
 def test_a_run_whose_only_checkpoints_are_damaged_is_refused(reports: Path) -> None:
-    current = runs.open_run(run="hurt", overrides=TINY)
-    for stats in current.train():
-        if stats.step == 5:
-            break
-    current.close()
+    train_until(5, "hurt")
     for file in (reports / "hurt" / "checkpoints").glob("step_*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-100])
     again = runs.open_run(run="hurt", overrides=TINY)
@@ -366,34 +341,6 @@ def test_what_is_timed_before_a_run_has_its_micro_batch(reports: Path, monkeypat
     assert (run.runtime.micro_batch, run.data.runtime.micro_batch, run.steps) == (16, 16, 40)
 
 
-def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: Path, forkserver: Any) -> None:
-    whole, updates = train("whole"), reports / "updates"
-    process = forkserver.Process(target=train_slowly, args=(reports, True))
-    process.start()
-    while not (updates.exists() and updates.read_text().endswith("7\n")):
-        assert process.is_alive()
-        time.sleep(0.02)
-    process.kill()
-    process.join()
-    assert not (reports / "killed" / "summary.json").exists()
-    updates.unlink()
-    again = forkserver.Process(target=train_slowly, args=(reports, False))
-    again.start()
-    again.join()
-    assert again.exitcode == 0
-    assert updates.read_text().split()[0] == "5", "resumes after the checkpoint of update 4"
-    assert_equal(final_weights(whole.folder), final_weights(reports / "killed"))
-    steps = [json.loads(line)["step"] for line in (reports / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps), "metrics.jsonl is cut back to the checkpoint"
-
-
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(reports: Path) -> None:
-    first, second, third = train("first"), train("second"), train("third", seed=1)
-    assert_equal(final_weights(first.folder), final_weights(second.folder))
-    one, other = final_weights(first.folder), final_weights(third.folder)
-    assert any(not torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize(
     ("kind", "stop"),
     [("chess", 7), ("fractions", 3), ("fractions", 4), ("fractions", 9), ("adaptive", 2), ("adaptive", 5)],
@@ -415,7 +362,7 @@ def test_stopped_and_resumed_equals_the_uninterrupted_run_bit_for_bit(reports: P
         rows = [without_clocks(row) for row in metrics.read(reports / name / "metrics.jsonl")]
         newest = Checkpoints(reports / name / "checkpoints", 2).newest()
         assert newest is not None
-        found[name] = final_weights(reports / name), rows, newest.state.get("curriculum"), current.phases()
+        found[name] = final_weights(reports / name), rows, newest.state.get("curriculum")
     assert_equal(found["whole"][0], found["parts"][0])
     assert found["whole"][1:] == found["parts"][1:]
     phases = [row.get("phase", 0) for row in rows]
@@ -442,21 +389,12 @@ def test_a_minute_of_the_quick_preset_beats_best_capture(reports: Path) -> None:
     assert figures["wdl_accuracy"] > base["majority_wdl"] + 0.1
 
 
-def test_finding_a_name_starts_nothing(reports: Path) -> None:
-    name = runs.run_folder("demo", "", load_config("demo")).name
-    assert name.startswith("demo-")
-    assert not (reports / name).exists()
-
-
 def test_the_records_of_batches_are_kept_as_a_shard_that_can_be_read(reports: Path, tmp_path: Path) -> None:
-    from matrixlib.data.shards import Shard, concat
-    from matrixlib.tasks.chess.records import LAYOUT
-
     current = runs.open_run(run="one", overrides=TINY)
     current.data.records(current.data.training, [2, 5], tmp_path)
     current.close()
     kept = Shard(tmp_path / "records.npz", LAYOUT)
-    expected = concat([current.data.training.records(2), current.data.training.records(5)], LAYOUT)
+    expected = concat([current.data.training.records(raw) for raw in (2, 5)], LAYOUT)
     assert len(kept) == 2 * 64
     assert all((kept.arrays[name] == array).all() for name, array in expected.items())
     assert kept.meta["batches"] == [2, 5]
@@ -490,27 +428,19 @@ def test_a_curriculum_over_sources_mixes_each_batch_and_goes_on_where_it_was(two
     """Half a batch from a sixth of the data, then all by their size; a run cut in two ends with the same bits."""
     more = mixing(two_sources, {"few": 1.0, "many": 1.0}, {})
     whole = train("whole", **more)
-    assert whole.phases().splitlines() == [
-        "update      1 to      6: sources few 50%, many 50%",
-        "update      7 to     12: sources all",
-    ]
-    current = runs.open_run(run="cut", overrides={**TINY, **more})
-    for stats in current.train():
-        if stats.step == 4:
-            break
-    current.close()
+    assert whole.trainer.curriculum is not None
+    phases = [(start, stop, str(phase)) for start, stop, phase in whole.trainer.curriculum.spans(12)]
+    assert phases == [(0, 6, "sources few 50%, many 50%"), (6, 12, "sources all")]
+    current = train_until(4, "cut", **more)
     train("cut", **more)
     assert_equal(final_weights(whole.folder), final_weights(current.folder))
 
 
-def test_a_source_that_is_not_there_is_named_before_anything_is_trained(two_sources: Path) -> None:
+def test_phases_without_their_data_are_named_before_anything_is_trained(two_sources: Path) -> None:
+    """A misspelt source; and "few" holds nothing out by which its phase could be judged."""
     more = mixing(two_sources, {}, {"few": 1.0, "mny": 1.0})
     with pytest.raises(runs.RunError, match=r"asks for source 'mny'.* has few, many"):
         runs.open_run(run="typo", overrides={**TINY, **more})
-
-
-def test_a_phase_that_is_judged_by_its_own_held_out_positions_needs_some(two_sources: Path) -> None:
-    """ "few" holds nothing out, which would have ended training where its phase begins."""
     more = mixing(two_sources, {}, {"few": 1.0})
     more["curriculum"] |= {"kind": "adaptive", "metric": "policy/top1", "up": 0.9, "down": 0.1}
     with pytest.raises(runs.RunError, match=r"of which nothing is held out \(few\)"):
@@ -559,10 +489,7 @@ def test_of_much_damage_a_run_says_some(two_sources: Path, reports: Path) -> Non
 
 def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loader, "try_workers", lambda loader: "no shared memory")
-    current = runs.open_run(run="alone", overrides=merge(TINY, {"data": {"workers": 2}}))
-    updates = current.train()
-    next(updates)
-    updates.close()
+    current = train_until(1, "alone", data={"workers": 2})
     assert current.data.runtime.workers == 0
     assert any("do not work here (no shared memory)" in message for message in current.messages)
 
@@ -607,12 +534,8 @@ def test_suspicious_shards_are_named_and_left_out_where_that_is_asked_for(two_so
     catalogue.set_quality(first.name, {**first.quality, "outliers": {"men": 8.04, "draw": -7}})
     more = {**TINY, "data": {"source": str(two_sources)}}
     current = runs.open_run(run="used", overrides=more)
-    text = next(message for message in current.messages if "suspicious" in message)
-    expected = (
-        f"suspicious shards, used; data.suspicious: quarantine leaves them out: {first.name} (draw z -7.0, men z +8.0)"
-    )
-    assert text == expected
-    assert text in current.describe()
+    fate = "suspicious shards, used; data.suspicious: quarantine leaves them out"
+    assert current.messages.count(f"{fate}: {first.name} (draw z -7.0, men z +8.0)") == 1
     assert current.data.training.count == sum(row.count for row in [first, *others])
     current.close()
     current = runs.open_run(run="left", overrides={**TINY, "data": {**more["data"], "suspicious": "quarantine"}})

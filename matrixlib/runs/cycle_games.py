@@ -85,7 +85,8 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
         raise ConfigError(
             f"{name}: network.train.init is '{config.train.init}', but a cycle begins with random weights: leave it out"
         )
-    return validated(CycleConfig, {**data, "network": config}, name)
+    cycle = validated(CycleConfig, {**data, "network": config}, name)
+    return cycle.model_copy(update={"network": config.model_copy(update={"seed": cycle.seed})})
 
 
 # The record
@@ -184,15 +185,11 @@ def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
     """The network of a cycle with these weights."""
     model = _model(config)
     model.load_state_dict(safetensors.torch.load(stored), strict=True)
-    return get_task(config.network.task).network(model, _seeded(config), runtime)
+    return get_task(config.network.task).network(model, config.network, runtime)
 
 
 def _model(config: CycleConfig) -> nn.Module:
-    return get_task(config.network.task).task(_seeded(config)).build_model()
-
-
-def _seeded(config: CycleConfig) -> Config:
-    return config.network.model_copy(update={"seed": config.seed})
+    return get_task(config.network.task).task(config.network).build_model()
 
 
 def player(config: CycleConfig, net: Network) -> Player:

@@ -172,8 +172,6 @@ class Run:
                 return
             if not 0 <= trace < self.steps:
                 raise RunError(f"trace is {trace}: give an update before the last one, {self.steps}, or 0")
-            if problem := getattr(self.data.teacher, "problem", ""):  # before anything is written
-                raise RunError(problem)
             if self.processes > 1:
                 yield from self._follow({"trace": trace, "tensorboard": tensorboard})
             else:
@@ -253,25 +251,6 @@ class Run:
             log = self.folder / "metrics.jsonl"
             return metrics.read(log) if log.exists() else []
         return metrics.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
-
-    def times(self) -> str:
-        """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
-        rows = self.history()
-        table = "\n".join(filter(None, [timing.table(rows).to_string(col_space=9), timing.supply(rows)]))
-        share, peak = ending.share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
-        if share is None or peak is None:
-            return table
-        return (
-            f"{table}\n"
-            f"share of peak: {share:.0%} of {peak['gflops']:,.0f} GFLOP/s, the matrix rate measured in {peak['dtype']} "
-            f"as this run began; {peak['position_flops'] / 1e9:.3g} GFLOP a position, forward and backward"
-        )
-
-    def phases(self) -> str:
-        """The curriculum's phases so far, a line each; "" without a curriculum."""
-        curriculum = self.trainer.curriculum
-        spans = curriculum.spans(self.trainer.step) if curriculum is not None else []
-        return "\n".join(f"update {start + 1:>6,} to {stop:>6,}: {phase}" for start, stop, phase in spans)
 
     def checks(self) -> list[Check]:
         """What must hold of the result, if the network has learned anything: name, whether, what it says."""
@@ -445,7 +424,8 @@ def _open(
     if start is not None:
         messages += start.messages
     if data.teacher is not None:
-        messages.append(starts.about_teacher(data.teacher))
+        about = data.teacher.record
+        messages.append(f"learns from {about['name']} (SHA-256 {about['sha256'][:12]})")
     if not record:
         write_record(folder, preset, requested, data, kind, start.record if start is not None else {})
     if size > 1:

@@ -22,9 +22,8 @@ from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, NoLog, interval
-from matrixlib.engine.task import Batch, Task, Teacher
+from matrixlib.engine.task import Task, Teacher
 from matrixlib.engine.trainer import Trainer
-from matrixlib.files import read_json
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import get_task, open_file, parse_config
 from matrixlib.tasks.spec import find_run, other_weights, pick_checkpoint, weights
@@ -56,41 +55,16 @@ def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]
     return start
 
 
-@dataclass(frozen=True)
-class AbsentTeacher:
-    """In the place of the teacher of a complete run that cannot be had: it tells `problem` to whoever asks it."""
-
-    record: Mapping[str, Any]
-    problem: str
-    auxiliary_terms: frozenset[str] = frozenset()
-
-    def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
-        raise RunError(self.problem)
-
-
 def teacher_of(
     folder: Path, spec: TaskSpec[Any], config: Config, runtime: Runtime, record: Mapping[str, Any]
 ) -> Teacher | None:
-    """The frozen network that a run's losses need. RunError where it cannot be had, or is another one than when the run
-    began; a complete run is opened without.
-    """
+    """The frozen network that a run's losses need. ValueError where it cannot be had, or is another one than when the
+    run began."""
     before = record.get("teacher", {})
-    try:
-        teacher = spec.teacher(config, runtime, before)
-        if teacher is not None:
-            _refuse_other(f"teacher '{teacher.record['name']}'", teacher.record["sha256"], before, folder.name)
-    except ValueError as error:
-        if not read_json(folder / "summary.json").get("complete"):
-            raise
-        return AbsentTeacher(before, f"this run needs its teacher to be trained further: {error}")
+    teacher = spec.teacher(config, runtime, before)
+    if teacher is not None:
+        _refuse_other(f"teacher '{teacher.record['name']}'", teacher.record["sha256"], before, folder.name)
     return teacher
-
-
-def about_teacher(teacher: Teacher) -> str:
-    """What a person should know of it."""
-    if isinstance(teacher, AbsentTeacher):
-        return f"opened without its teacher; {teacher.problem}"
-    return f"learns from {teacher.record['name']} (SHA-256 {teacher.record['sha256'][:12]})"
 
 
 def _refuse_other(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
