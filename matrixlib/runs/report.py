@@ -4,7 +4,7 @@
     python -m matrixlib.runs.report RUN        one run (name or folder), and the index
 
 Where a launcher kept the executed notebook in the run's folder, the report is that notebook without its code, else
-key figures and pictures. Warnings, stability, runtime, configuration and environment follow. Whatever a crashed run
+key figures and curves. Warnings, stability, runtime, configuration and environment follow. Whatever a crashed run
 left out or damaged is named. The page is templates/page.html.
 """
 
@@ -14,18 +14,17 @@ import base64
 import html
 import logging
 import os
-import statistics
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from matplotlib.figure import Figure
+import pandas
 from pandas import DataFrame
 
 from matrixlib import files, progress
-from matrixlib.config import read_yaml
 from matrixlib.engine import metrics
 from matrixlib.engine.stats import DECISIONS
 from matrixlib.files import reports_root
@@ -34,23 +33,29 @@ from matrixlib.runs import figures, watch
 
 MAX_MESSAGES = 20  # in a report of each kind: what was decided, and the latest of the others
 T = TypeVar("T")
-STRANGE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""What drawing trips over where a file is JSON, but none that was written here."""
 COLOURS = {"PASS": "pass"} | dict.fromkeys(("FAIL", "halted", "failed", "stalled", "gone"), "fail")
 """Outcome -> CSS class; of all others it is `open`."""
-FACTS = (
-    "preset",
-    "started",
-    "updates",
-    "positions",
-    "time",
-    "positions/s",
-    "share of peak",
-    "stopped early",
-    "damage",
-)
-Section = tuple[str, "Figure | DataFrame | Path | str | Sequence[str]"]
-"""Heading, and what stands below it."""
+FACTS = {
+    "steps": "updates",
+    "positions": "positions",
+    "seconds": "time",
+    "positions_per_second": "positions/s",
+    "share_of_peak": "share of peak",
+    "stopped_early": "stopped early",
+}
+"""Key of summary.json -> column of the index."""
+SHOWN: list[tuple[str, str, Any, str]] = [
+    ("gradient norm, median of the latest", "statistics/gradient_norm/median", "last", "{:.3g}"),
+    ("optim.clip_norm that would have clipped 5% of the latest", "statistics/gradient_norm/p95", "last", "{:.3g}"),
+    ("largest output", "statistics/outputs/(.*)/max", "max", "{:.4g} ({})"),
+    ("dead units, worst activation", "statistics/dead_units/(.*)", "max", "{:.1%} ({})"),
+    ("most memory, MiB", "memory/peak_mib", "max", "{:,.0f}"),
+    ("most memory, of all", "memory/share", "max", "{:.0%}"),
+    ("the GPU was busy, median", "memory/busy", "median", "{:.0%}"),
+]
+"""What is shown of a training -> columns of its rows, which of their numbers, and how it is written."""
+Section = tuple[str, DataFrame | bytes | str]
+"""Heading, and what stands below it: a table, a PNG file, or text as it is."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -64,38 +69,36 @@ def write_report(run_folder: Path) -> Path:
     problems: list[str] = []
     summary = _read(folder / "summary.json", problems, files.read_json) or {}
     record = _read(folder / "run.json", problems, files.read_json) or {}
-    table = figures_table(_mapping(summary.get("evaluation")))
-    if isinstance(parameters := summary.get("parameters"), int):
-        table.loc["parameters of the network"] = f"{parameters:,}", ""
+    table = figures_table(summary.get("evaluation", {}))
+    if "parameters" in summary:
+        table.loc["parameters of the network"] = f"{summary['parameters']:,}", ""
     sections: list[Section] = [("Key figures", table)]
     details: list[Section] = []
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")) or ""
-        options = _read(folder / "config.yaml", [], lambda path: read_yaml(path.read_text("utf-8"), path.name))
-        try:
-            sections += _pictures(folder, rows)
-            details = [("Warnings", _messages(rows)), ("Stability", _stability(rows, _mapping(options).get("optim")))]
-        except STRANGE as error:
-            problems.append(f"metrics.jsonl holds what no training has written: {error!r}")
+        sections += _pictures(folder, rows)
         known = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
-        details += [
-            ("Runtime", _runtime(summary.get("runtime") or record.get("runtime"))),
+        details = [
+            ("Warnings", "\n".join(_messages(rows))),
+            ("Stability", _stability(rows)),
+            ("Runtime", _runtime(summary.get("runtime") or record.get("runtime") or {})),
             ("Configuration", configuration),
-            ("Environment", _column(known | _mapping(record.get("versions")))),
-            ("Parts that are missing or damaged", problems),
+            ("Environment", _column(known | record.get("versions", {}))),
+            ("Parts that are missing or damaged", "\n".join(problems)),
         ]
     else:
-        sections += [(path.stem.replace("-", " ").capitalize(), path) for path in sorted(folder.glob("*.png"))]
+        pictures = sorted(folder.glob("*.png"))
+        sections += [(path.stem.replace("-", " ").capitalize(), path.read_bytes()) for path in pictures]
     row = _row(folder, summary, record)
     page = _page(
         row["run"],
         (_executed_notebook(folder) or _html(sections)) + _html(details),
         outcome=row["verdict"],
         why=row["why"],
-        verdict=_mapping(summary.get("verdict")),
+        verdict=summary.get("verdict", {}),
         headline=summary.get("headline", ""),
-        facts=[f"{name} {_text(name, row[name])}" for name in FACTS if row[name]],
+        facts=[f"{name} {_text(name, row[name])}" for name in ("preset", "started", *FACTS.values()) if row[name]],
     )
     path = folder / "report.html"
     files.write_text(path, page)
@@ -121,20 +124,23 @@ def frame(root: Path | None = None) -> DataFrame:
 
 
 def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    word, why = outcome(folder, summary)
-    shares = figures_table(_mapping(summary.get("evaluation")))["value"]
-    lost = _mapping(summary.get("lost_rows")).items()
-    names = {"steps": "updates", "positions": "positions", "seconds": "time"}
-    names |= {"positions_per_second": "positions/s", "share_of_peak": "share of peak", "stopped_early": "stopped early"}
+    standing = watch.standing(folder)
+    known = {"complete": "no verdict", "begun": "not finished"}
+    word, why = known.get(standing.word, standing.word), "" if standing.word in known else standing.text
+    if standing.word not in watch.UNDER_WAY and "verdict" in summary:
+        word, why = "PASS" if summary["verdict"]["passed"] else "FAIL", ""
+    shares = figures_table(summary.get("evaluation", {}))["value"]
+    curve = summary.get("curve", [])
+    low, tall = min(curve, default=0), max(max(curve, default=0) - min(curve, default=0), 1e-9)
     return {
         "run": folder.name,
         "verdict": word,
         "why": why,
-        "training loss": _sparkline(summary.get("curve")),
+        "training loss": "".join("▁▂▃▄▅▆▇█"[int(7.99 * (loss - low) / tall)] for loss in curve),
         "result": why or summary.get("headline") or ", ".join(f"{name} {value}" for name, value in shares.items()),
         "preset": summary.get("preset") or record.get("preset") or "",
-        **{column: summary.get(name) for name, column in names.items()},
-        "damage": ", ".join(f"{share:.2%} of the {split} rows replaced by others" for split, share in lost if share),
+        **{column: summary.get(name) for name, column in FACTS.items()},
+        "lost rows": max(summary.get("lost_rows", {}).values(), default=0),
         "started": record.get("started") or "",
     }
 
@@ -157,16 +163,6 @@ def write_index(root: Path | None = None) -> Path:
     return path
 
 
-def outcome(folder: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
-    """(PASS or FAIL where a notebook has judged the run, else a word for how it stands; what there is to say of it)."""
-    standing = watch.standing(folder)
-    verdict = summary.get("verdict")
-    if standing.word not in watch.UNDER_WAY and isinstance(verdict, Mapping) and "passed" in verdict:
-        return "PASS" if verdict["passed"] else "FAIL", ""
-    words = {"complete": "no verdict", "begun": "not finished"}
-    return words.get(standing.word, standing.word), "" if standing.word in words else standing.text
-
-
 def figures_table(evaluation: Mapping[str, Any]) -> DataFrame:
     """An evaluation such as a run's summary.json holds, as text: a row for each figure, `value` and `baselines`.
 
@@ -176,8 +172,10 @@ def figures_table(evaluation: Mapping[str, Any]) -> DataFrame:
     rows = {}
     for name, value in evaluation.items():
         if isinstance(value, (int, float, str)):
-            beside = [f"{key} {_number(name, against)}" for key, against in _baselines(evaluation, name).items()]
-            rows[name.replace("_", " ")] = _number(name, value), ", ".join(beside)
+            baselines = [(key.rpartition("_"), other) for key, other in evaluation.get("baselines", {}).items()]
+            beside = [(key.replace("_", " "), other) for (key, _, of), other in baselines if of in name.split("_")]
+            texts = [f"{key} {_number(name, other)}" for key, other in beside]
+            rows[name.replace("_", " ")] = _number(name, value), ", ".join(texts)
     return DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 
 
@@ -220,7 +218,7 @@ def _executed_notebook(folder: Path) -> str:
 
     try:
         notebook = nbformat.read(paths[-1], as_version=4)
-    except ValueError:
+    except ValueError:  # it is being written
         return ""
     if not notebook.metadata.get("papermill", {}).get("end_time"):
         return ""
@@ -240,21 +238,17 @@ def _html(sections: Sequence[Section]) -> str:
     """Sections with something in them."""
     parts = []
     for heading, content in sections:
-        if len(content) if isinstance(content, str | DataFrame | Sequence) else True:
-            parts.append(f"<h2>{html.escape(heading)}</h2>\n{_element(heading, content)}\n")
+        title = html.escape(heading)
+        if isinstance(content, DataFrame):
+            table = content.to_html(header=content.columns.dtype == object, border=0, classes="figures")
+            element = f'<div class="wide">{table}</div>'
+        elif isinstance(content, bytes):
+            element = f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+        else:
+            element = f"<pre>{html.escape(content)}</pre>"
+        if len(content):
+            parts.append(f"<h2>{title}</h2>\n{element}\n")
     return "".join(parts)
-
-
-def _element(heading: str, content: Any) -> str:
-    if isinstance(content, DataFrame):
-        head = content.columns.dtype == object
-        return f'<div class="wide">{content.to_html(header=head, border=0, classes="figures")}</div>'
-    if isinstance(content, str):
-        return f"<pre>{html.escape(content)}</pre>"
-    if isinstance(content, Path | Figure):
-        data = content.read_bytes() if isinstance(content, Path) else figures.png(content)
-        return f'<img alt="{html.escape(heading)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
-    return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in content) + "</ul>"
 
 
 def _text(name: str, value: Any) -> str:
@@ -265,15 +259,14 @@ def _text(name: str, value: Any) -> str:
         return str(value)
     if name == "time":
         return progress.duration(value)
-    return f"{value:.0%}" if name == "share of peak" else f"{value:,.0f}"
+    return f"{value:.0%}" if name == "share of peak" else f"{value:.2%}" if name == "lost rows" else f"{value:,.0f}"
 
 
-def _sparkline(losses: Any) -> str:
-    """A curve of block characters."""
-    if not isinstance(losses, list) or not all(isinstance(one, float) for one in losses) or len(losses) < 2:
-        return ""
-    low, tall = min(losses), max(max(losses) - min(losses), 1e-9)
-    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (loss - low) / tall)] for loss in losses)
+def _number(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        share = name.split("_")[-1].startswith(("top", "accuracy", "valid"))
+        return f"{value:.1%}" if share else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 # What a run's folder holds
@@ -290,30 +283,6 @@ def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | Non
     return None
 
 
-def _mapping(value: object) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _number(name: str, value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.1%}" if _is_share(name) else f"{value:.3f}"
-
-
-def _is_share(name: str) -> bool:
-    return name.split("_")[-1].startswith(("top", "accuracy", "valid"))
-
-
-def _baselines(evaluation: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {
-        key.rsplit("_", 1)[0].replace("_", " "): value
-        for key, value in _mapping(evaluation.get("baselines")).items()
-        if key.rsplit("_", 1)[-1] in name.split("_")
-    }
-
-
 def _pictures(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Section]:
     """Curves, which training.png keeps, and where the time went."""
     sections: list[Section] = []
@@ -321,9 +290,9 @@ def _pictures(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Section]:
     if rows:
         if not picture.exists() or picture.stat().st_mtime_ns < log.stat().st_mtime_ns:
             files.write_bytes(picture, figures.png(figures.training_figure(rows, folder.name)))
-        sections.append(("Curves", picture))
+        sections.append(("Curves", picture.read_bytes()))
     if timed := [row for row in rows if row.get("times")]:
-        sections.append(("Where the time went", figures.phases_figure(timed)))
+        sections.append(("Where the time went", figures.png(figures.phases_figure(timed))))
     return sections
 
 
@@ -337,47 +306,34 @@ def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return shown + ([f"... and {left_out:,} more in metrics.jsonl"] if left_out else [])
 
 
-def _stability(rows: Sequence[Mapping[str, Any]], optim: object) -> DataFrame:
+def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     """What disturbed the training or came near to it; empty where nothing is known."""
     if not rows or "skipped" not in rows[-1]:
         return DataFrame()
-    last, clip_norm = rows[-1], _mapping(optim).get("clip_norm")
-    table = {
+    last = rows[-1]
+    found = {
         "updates skipped": f"{last['skipped']:,}",
         "updates with a loss or gradient that was not finite": f"{sum(map(metrics.not_finite, rows)):,}",
-        "falls of the loss scale": f"{last.get('overflows', 0):,}",
-        "rollbacks": f"{last.get('rollbacks', 0):,}",
-        f"gradients clipped{f' (optim.clip_norm {clip_norm})' if clip_norm else ''}": f"{last['clip_share']:.1%}",
+        "falls of the loss scale": f"{last['overflows']:,}",
+        "rollbacks": f"{last['rollbacks']:,}",
+        "gradients clipped": f"{last['clip_share']:.1%}",
     }
-    recorded = [row["statistics"] for row in rows if "statistics" in row]
-    if norms := recorded[-1].get("gradient_norm", {}) if recorded else {}:
-        table["gradient norm, median of the latest"] = f"{norms['median']:.3g}"
-        table["optim.clip_norm that would have clipped 5% of the latest"] = f"{norms['p95']:.3g}"
-    outputs = [(values, name) for one in recorded for name, values in one.get("outputs", {}).items()]
-    if outputs:
-        table["largest output"] = "{:.4g} ({})".format(*max((values["max"], name) for values, name in outputs))
-        if infinite := max(values["infinite"] for values, _ in outputs):
-            table["largest share of infinite outputs"] = f"{infinite:.1%}"
-    held = [row["memory"] for row in rows if "memory" in row]
-    if peaks := [one["peak_mib"] for one in held if "peak_mib" in one]:
-        table["most memory"] = f"{max(peaks):,.0f} MiB, {max(one.get('share', 0) for one in held):.0%} of all"
-    if busy := [one["busy"] for one in held if "busy" in one]:
-        table["the GPU was busy, median"] = f"{statistics.median(busy):.0%}"
-    if dead := recorded[-1].get("dead_units") if recorded else None:
-        table["dead units, worst activation"] = "{:.1%} ({})".format(
-            *max((share, name) for name, share in dead.items())
-        )
-    return _column(table)
+    kept = [{key: row[key] for key in ("statistics", "memory") if key in row} for row in rows]
+    table = pandas.json_normalize([one for one in kept if one], sep="/")
+    for name, pattern, which, form in SHOWN:
+        columns = [column for column in map(str, table) if re.fullmatch(pattern, column)]
+        numbers = table[columns].ffill().iloc[-1] if which == "last" else table[columns].agg(which)
+        if len(columns):
+            part = re.fullmatch(pattern, str(numbers.idxmax()))
+            found[name] = form.format(numbers.max(), *(part.groups() if part else ()))
+    return _column(found)
 
 
-def _runtime(runtime: object) -> DataFrame:
+def _runtime(runtime: Mapping[str, Any]) -> DataFrame:
     """What was chosen, and why."""
-    chosen, reasons = _mapping(runtime), _mapping(_mapping(runtime).get("reasons"))
-    rows = {
-        name: (words(chosen[name]), str(reasons.get(name, "")))
-        for name in chosen
-        if name not in ("reasons", "requested")
-    }
+    chosen = {name: value for name, value in runtime.items() if name not in ("reasons", "requested")}
+    reasons = runtime.get("reasons", {})
+    rows = {name: (words(value), str(reasons.get(name, ""))) for name, value in chosen.items()}
     return DataFrame.from_dict(rows, orient="index")
 
 
