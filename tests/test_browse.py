@@ -1,11 +1,14 @@
 """Looking through runs: what is listed, what a menu shows, and that nothing but pictures is made headless."""
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import Shown, run_notebook
 from IPython.display import HTML
 from matplotlib.figure import Figure
 from networks import random_net, save_run
@@ -35,71 +38,66 @@ def make_run(root: Path, name: str, started: str, **summary: Any) -> Path:
 
 
 @pytest.fixture
-def browser(reports: Path, tmp_path: Path) -> browse.RunBrowser:
+def look(reports: Path, tmp_path: Path) -> Callable[..., Shown]:
+    """The notebook over two runs and the file of a game."""
     make_run(reports, "older", "2026-01-01T00:00:00Z", headline="top-1 9%")
     make_run(reports, "newer", "2026-02-01T00:00:00Z", verdict={"passed": True})
     (tmp_path / "game.pgn").write_text(GAME)
-    return browse.open_browser("older", game=str(tmp_path / "game.pgn"), device="cpu")
+    options = {"run": "older", "game": str(tmp_path / "game.pgn"), "device": "cpu"}
+    return lambda **more: run_notebook("browse", **options | more)
 
 
 @pytest.fixture
 def display(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was displayed."""
+    """What was displayed, in JupyterLab."""
     import IPython.display
 
     outputs: list[Any] = []
     monkeypatch.setattr(IPython.display, "display", outputs.append)
+    monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     return outputs
 
 
-def test_runs_are_listed_newest_first(browser: browse.RunBrowser, reports: Path) -> None:
-    (reports / "data").mkdir()
-    assert browser.names == ("newer", "older")
-    assert browse.table(browser.names).to_dict("index") == {
-        "newer": {"verdict": "PASS", "updates": 2, "result": ""},
-        "older": {"verdict": "no verdict", "updates": 2, "result": "top-1 9%"},
-    }
-
-
-def test_the_menus_hold_checkpoints_and_runs_of_the_same_task(browser: browse.RunBrowser, reports: Path) -> None:
-    assert browse.checkpoints("older") == ("best", "newest", "step_00000007")
-    (reports / "older" / "checkpoints" / "best_00000005").mkdir()  # of a course that was left
-    assert browse.checkpoints("older") == ("best", "newest", "step_00000007", "best_00000005")
-    (reports / "newer" / "run.json").write_text('{"requested": {"task": "latin"}}')
-    assert browse.runs_like("older", browser.names) == ("older",)
-    assert browse.checkpoints("absent") == ()
-
-
-def test_a_task_with_nothing_to_look_through_shows_curves_alone(
-    browser: browse.RunBrowser, reports: Path, capsys: pytest.CaptureFixture[str]
+def test_runs_are_listed_newest_first_and_headless_there_is_no_widget(
+    look: Callable[..., Shown], reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, task in enumerate(("latin", "somebody.elses:TASK")):
-        (reports / f"other{number}").mkdir()
-        for name in ("summary.json", "metrics.jsonl", "config.yaml"):
-            (reports / f"other{number}" / name).write_bytes((reports / "older" / name).read_bytes())
-        (reports / f"other{number}" / "run.json").write_text(json.dumps({"requested": {"task": task}}))
-        other = browse.open_browser(f"other{number}", device="cpu")
-        assert isinstance(other.curves(), Figure)
-        assert other.boards() is None
-        assert f"nothing to look through with a run of the task '{task}'" in capsys.readouterr().out
-        assert [passed for _, passed, _ in other.checks()] == [True]
-
-
-def test_curves_of_one_run_or_two(browser: browse.RunBrowser) -> None:
-    assert browse.curves_figure("older").get_suptitle() == "older"
-    two = browse.curves_figure("older", "newer")
-    assert {line.get_label() for line in two.axes[0].get_lines()} >= {"older", "newer"}
-    assert len(browse.curves_figure("older", "older").axes) == len(browse.curves_figure("older").axes)
+    (reports / "data").mkdir()
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)  # an import of it would fail
+    shown = look(against="newer")
+    assert shown.values["names"] == ["newer", "older"]
+    assert re.search(r"newer +PASS +2 *\n.*older +no verdict +2 +top-1 9%", shown.text)
+    assert isinstance(shown.values["boards"], HTML)
+    assert {line.get_label() for line in shown.values["pictures"].axes[0].get_lines()} >= {"older", "newer"}
+    assert shown.values["curves"]("older", "none").get_suptitle() == "older"
+    assert not shown.failed
 
 
 def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
     make_run(reports, "mine", "2026-01-01T00:00:00Z")
-    browser = browse.open_browser(positions=3, device="cpu")
-    assert browser.run == "mine"
-    viewer = browser.viewer()
-    assert viewer is not None
-    assert len(viewer) == 3
-    assert [passed for _, passed, _ in browser.checks()] == [True, True]
+    shown = run_notebook("browse", positions=3, device="cpu")
+    assert shown.values["run"] == "mine"
+    assert len(shown.values["viewer"]) == 3
+    assert shown.text.count("pass  ") == 2
+
+
+def test_the_menus_hold_checkpoints_and_runs_of_the_same_task(look: Callable[..., Shown], reports: Path) -> None:
+    assert browse.checkpoints("older") == ["best", "newest", "step_00000007"]
+    (reports / "older" / "checkpoints" / "best_00000005").mkdir()  # of a course that was left
+    assert browse.checkpoints("older") == ["best", "newest", "step_00000007", "best_00000005"]
+    (reports / "newer" / "run.json").write_text('{"requested": {"task": "latin"}}')
+    assert browse.runs_like("older", ["newer", "older"]) == ["older"]
+    assert browse.checkpoints("absent") == []
+
+
+@pytest.mark.parametrize("task", ["latin", "somebody.elses:TASK"])
+def test_a_task_with_nothing_to_look_through_shows_curves_alone(
+    look: Callable[..., Shown], reports: Path, task: str
+) -> None:
+    (reports / "older" / "run.json").write_text(json.dumps({"requested": {"task": task}}))
+    shown = look()
+    assert isinstance(shown.values["pictures"], Figure)
+    assert f"nothing to look through with a run of the task '{task}'" in shown.text
+    assert shown.text.count("pass  ") == 1
 
 
 @pytest.mark.parametrize(
@@ -108,55 +106,42 @@ def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
         ({"against": "ab"}, "no run 'ab'"),
         ({"run": "ab"}, "no complete run 'ab'"),
         ({"position": 5}, "0 to 4"),
-        ({"checkpoint": "step_8"}, "no checkpoint 'step_8' in .*; there are: best, newest, step_00000007"),
+        ({"checkpoint": "step_8"}, "no checkpoint 'step_8' of .*; there are: best, newest, step_00000007"),
         ({"positions": 0}, "at least 1"),
     ],
     ids=lambda value: str(value),
 )
-def test_what_is_not_there_is_named(browser: browse.RunBrowser, arguments: dict[str, Any], message: str) -> None:
+def test_what_is_not_there_is_named(look: Callable[..., Shown], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        browse.open_browser(**{"run": "older", "game": browser.file, "device": "cpu", **arguments})
-
-
-def test_headless_one_picture_and_no_widget(browser: browse.RunBrowser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MATRIXLIB_LIVE", "0")
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)  # an import of it would fail
-    assert isinstance(browser.boards(), HTML)
-    assert isinstance(browser.curves(), Figure)
+        look(**arguments)
 
 
 def test_another_position_is_drawn_in_place(
-    browser: browse.RunBrowser,
+    look: Callable[..., Shown],
     display: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("MATRIXLIB_LIVE", "1")
-    *_, position = browser.boards().children[0].children
-    assert isinstance(display[0], BoardWidget)
-    pages = [display[0].page]
+    *_, position = look().values["boards"].children[0].children
+    (board,) = (one for one in display if isinstance(one, BoardWidget))
+    pages = [board.page]
     for position.value in (1, 2, 1):
-        pages.append(display[0].page)
+        pages.append(board.page)
     assert pages[1] == pages[3] != pages[2]
     position.value = 99
     assert position.value == position.max == 4
-    assert len(display) == 1, "the same board, changed"
+    assert sum(isinstance(one, BoardWidget) for one in display) == 1, "the same board, changed"
     monkeypatch.setattr(BoardViewer, "board", lambda *_: (_ for _ in ()).throw(ValueError("cannot be drawn")))
     position.value = 0
     assert "cannot be drawn" in capsys.readouterr().out
 
 
 def test_the_menu_of_checkpoints_follows_the_run(
-    browser: browse.RunBrowser,
-    reports: Path,
-    display: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    look: Callable[..., Shown], reports: Path, display: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     checkpoints = reports / "newer" / "checkpoints"
     (checkpoints / "step_00000007").rename(checkpoints / "step_00000009")
-    run, checkpoint, _ = browser.boards().children[0].children
+    run, checkpoint, _ = look().values["boards"].children[0].children
     checkpoint.value = "step_00000007"
     run.value = "newer"
     assert checkpoint.options == ("best", "newest", "step_00000009")
@@ -164,12 +149,12 @@ def test_the_menu_of_checkpoints_follows_the_run(
     assert "damaged" in capsys.readouterr().out, "a renamed checkpoint is none, and that is told"
 
 
-def test_newest_and_best_are_those_of_now(browser: browse.RunBrowser, reports: Path) -> None:
+def test_newest_and_best_are_those_of_now(look: Callable[..., Shown], reports: Path) -> None:
     """While a run goes on."""
-    first = browse._network("older", "newest", "cpu")
-    assert browse._network("older", "newest", "cpu") is first, "it is kept"
+    first: Any = browse.network("older", "newest", "cpu")
+    assert browse.network("older", "newest", "cpu") is first, "it is kept"
     state = {name: tensor + 1 for name, tensor in first.model.state_dict().items()}
     Checkpoints(reports / "older" / "checkpoints", 2).save(9, {"model": state}, {}, wait=True)
-    second = browse._network("older", "newest", "cpu")
+    second: Any = browse.network("older", "newest", "cpu")
     differ = zip(first.model.parameters(), second.model.parameters(), strict=True)
     assert any((one != two).any() for one, two in differ)

@@ -13,6 +13,7 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
+from cells import run_notebook
 
 import matrixlib
 from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player
@@ -300,15 +301,12 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
 def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(browse, "load", lambda *args: opened.append(args) or load(*args))
-    path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
-    browser = browse.open_browser(str(path), device="cpu", positions=2)
-    assert browser.run == str(path)
-    assert browse.open_browser(str(path), checkpoint="newest", device="cpu", positions=2).checkpoint == "best"
-    with pytest.raises(ValueError, match="no curves to show against 'a'"):
-        browse.open_browser(str(path), against="a", device="cpu")
-    assert all(holds for _, holds, _ in browser.checks())
-    assert browse.runs_like(browser.run, browser.names, browser.device)[0] == str(path)
+    path = str(lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network()))
+    assert not run_notebook("browse", run=path, device="cpu", positions=2).failed
+    assert browse.runs_like(path, [], "cpu") == [path]
     assert len(opened) == 1, "a file is read once, on the device that was asked for"
+    with pytest.raises(ValueError, match="no curves to show against 'a'"):
+        run_notebook("browse", run=path, against="a", device="cpu")
     net = matrixlib.load(path, device="cpu")
     assert isinstance(net, Net)
     matches = dict(strength.gauntlet(net, [0], 2, plies=6, opponents={"made": net}))

@@ -24,10 +24,8 @@ ROWS: list[dict[str, Any]] = [
     }
     for step in range(1, 10)
 ]
-HIGHER = [row | {"loss": row["loss"] + 0.3} for row in ROWS]
 PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
-    "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
 }
 COUNTED = ("update step", "generation", "size")
 
@@ -58,13 +56,6 @@ def test_large_numbers_have_commas_and_close_ones_no_offset() -> None:
     assert "350,000.0" in labels
     assert "350,000.5" in labels
     assert axes.yaxis.get_offset_text().get_text() == ""
-
-
-def test_what_flattens_a_picture_is_cut_off_and_says_its_height() -> None:
-    (axes,) = figures.phases_figure(ROWS).axes
-    assert axes.get_ylim()[1] == pytest.approx(300)
-    assert [text.get_text() for text in axes.texts] == ["3,900"], "ms: the update and its validation"
-    assert not figures.phases_figure(ROWS[:-1]).axes[0].texts
 
 
 def test_a_legend_names_each_label_once_and_none_is_no_error() -> None:

@@ -1,4 +1,4 @@
-"""Pictures of runs over their update steps: the curves of one, two sides beside each other, where the time goes.
+"""Pictures of a run over its update steps: its curves, and where the time goes.
 
 `PLOTS` are the curves that the live panel, training.png and the report show: another picture is one entry more.
 """
@@ -6,7 +6,6 @@
 import io
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +18,11 @@ from pandas import DataFrame, Series
 
 from matrixlib.engine.metrics import flatten, not_finite
 from matrixlib.engine.timing import FIRST_UPDATES, phase_seconds
-from matrixlib.tasks.plotting import RED, above, beside, caption, log, panels, plain, whole
+from matrixlib.tasks.plotting import RED, above, beside, log, panels, plain, whole
 
 MAX_POINTS = 2000  # per curve
 SMOOTH = 30  # a smooth line is the mean over so manieth part of the points
-APART = 10  # times smaller than the next larger, or squared than the largest: a loss that belongs on another axis
+APART = 10  # times smaller than the next larger one: a loss that belongs on another axis
 LOSS_AXES = 3  # at most
 TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
@@ -52,8 +51,7 @@ class Plot:
 
 def _clip_rate(axes: Axes, table: DataFrame) -> None:
     """The share of clipped gradients beside the gradient norm, and the norm that 95% of the latest were below."""
-    shares = table.get("clip_share", Series(dtype=float)).dropna()
-    p95 = table.get("p95", Series(dtype=float)).dropna()
+    shares, p95 = (table.get(name, Series(dtype=float)).dropna() for name in ("clip_share", "p95"))
     if shares.any():
         right = axes.twinx()
         right.plot(shares.index, 100 * shares, color="C3", linewidth=1, alpha=0.6)
@@ -69,14 +67,12 @@ def _clip_rate(axes: Axes, table: DataFrame) -> None:
 
 def _mark_slow(axes: Axes, table: DataFrame) -> None:
     """Where the throughput fell: the updates, and how far at the worst. What it is a mean of begins with warming up."""
-    smooth = _smooth(table["throughput"].dropna().loc[FIRST_UPDATES + 1 :])
-    share, at = (smooth / smooth.median()).to_numpy(), smooth.index.to_numpy()
-    slow = share < SLOW
-    if slow.any():
-        edges = [at[0] - 0.5, *(at[1:] + at[:-1]) / 2, at[-1] + 0.5]
-        axes.stairs(slow, edges, fill=True, transform=axes.get_xaxis_transform(), color=RED, alpha=0.15)
-        worst = int(np.nanargmin(share))
-        text = f"red: slower than usual, {share[worst] - 1:.0%} at {at[worst]:,.0f}"
+    smooth = smoothed(table["throughput"].dropna().loc[FIRST_UPDATES + 1 :])
+    share = smooth / smooth.median()
+    slow = share[share < SLOW]
+    if len(slow):
+        axes.vlines(slow.index, 0, 1, colors=RED, alpha=0.15, linewidth=2, transform=axes.get_xaxis_transform())
+        text = f"red: slower than usual, {slow.min() - 1:.0%} at {slow.idxmin():,.0f}"
         axes.set_title(text, fontsize=7, color=RED, loc="left", pad=3)
 
 
@@ -96,32 +92,15 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> DataFrame:
     Of steps that a rollback went back over, the last row counts. `not finite` counts updates up to each row.
     """
     rows = list(rows)
-    marks = ({"rollbacks": r.get("rollbacks", 0), "phase": r.get("phase", 0), "p95": _p95(r)} for r in rows)
-    values = (dict(flatten({key: row[key] for key in DRAWN if row.get(key) is not None})) for row in rows)
-    table = DataFrame(
-        [{**value, **mark} for value, mark in zip(values, marks, strict=True)],
-        index=pd.Index([row["step"] for row in rows], dtype=float, name="step"),
-    )
+    values = [dict(flatten({key: row[key] for key in DRAWN if row.get(key) is not None})) for row in rows]
+    for row, value in zip(rows, values, strict=True):
+        norms = row.get("statistics", {}).get("gradient_norm", {})
+        value |= {"rollbacks": row.get("rollbacks", 0), "phase": row.get("phase", 0), "p95": norms.get("p95", math.nan)}
+    table = DataFrame(values, index=pd.Index([row["step"] for row in rows], dtype=float, name="step"))
     table["not finite"] = np.cumsum([not_finite(row) for row in rows])
-    return last_rows(table.select_dtypes("number"))
-
-
-def last_rows(table: DataFrame) -> DataFrame:
-    """Without the rows of steps that later ones went over again."""
     steps = table.index.to_numpy()
     later = np.minimum.accumulate(steps[::-1])[::-1]
-    return table[np.append(steps[:-1] < later[1:], True)[: len(steps)]]
-
-
-def thin(table: DataFrame) -> DataFrame:
-    """Means over pairs of successive rows."""
-    pairs = np.arange(len(table)) // 2
-    halved = table.reset_index().groupby(pairs).mean().set_index("step")
-    return halved.assign(rollbacks=np.floor(halved["rollbacks"]), phase=np.floor(halved["phase"]))
-
-
-def _p95(row: Mapping[str, Any]) -> float:
-    return (row.get("statistics") or {}).get("gradient_norm", {}).get("p95", math.nan)
+    return table[np.append(steps[:-1] < later[1:], True)[: len(steps)]].select_dtypes("number")
 
 
 def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") -> Figure:
@@ -135,7 +114,7 @@ def draw(figure: Figure, table: DataFrame, title: str, total: int = 0) -> None:
     """Fill `figure` with the curves of a table of `frame`; `total` > 0 is the last update step of the axis."""
     figure.clear()
     while len(table) > MAX_POINTS:
-        table = thin(table)
+        table = _thin(table)
     bad = math.ceil(table["not finite"].max()) if len(table) else 0
     went_back = _changes(table, "rollbacks")
     notes = [f"{bad:,} updates not finite"] * bool(bad) + [f"rolled back to update {at - 1:,.0f}" for at in went_back]
@@ -148,11 +127,10 @@ def draw(figure: Figure, table: DataFrame, title: str, total: int = 0) -> None:
     entries = max(len({_name(name) for name in _matching(table, plot)}) for plot in (*losses[:1], *rest))
     top = max(0.5, 0.87 - 0.027 * max(0, entries // 3 - 2))  # for legends of more than three lines, with their note
     # fixed margins: matplotlib's constrained layout takes half of the drawing time
-    columns, space = 1 + math.ceil(len(rest) / 2), {"wspace": 0.28, "hspace": 0.42}
+    columns = 1 + math.ceil(len(rest) / 2)
     figure.set_size_inches(10 / 3 * columns, figure.get_figheight())
-    grid = figure.add_gridspec(
-        2, columns, left=0.216 / columns, right=1 - 0.045 / columns, bottom=0.085, top=top, **space
-    )
+    edges = {"left": 0.216 / columns, "right": 1 - 0.045 / columns, "bottom": 0.085, "top": top}
+    grid = figure.add_gridspec(2, columns, wspace=0.28, hspace=0.42, **edges)
     left = grid[:, 0].subgridspec(len(losses), 1, hspace=0.14 + 0.14 * len(losses))
     axes = [figure.add_subplot(left[index]) for index in range(len(losses))]
     axes += [figure.add_subplot(grid[index // (columns - 1), 1 + index % (columns - 1)]) for index in range(len(rest))]
@@ -171,6 +149,12 @@ def draw(figure: Figure, table: DataFrame, title: str, total: int = 0) -> None:
             one.set_xlim(0, max(total, table.index.max() if len(table) else 0))
 
 
+def _thin(table: DataFrame) -> DataFrame:
+    """Means over pairs of successive rows."""
+    halved = table.reset_index().groupby(np.arange(len(table)) // 2).mean().set_index("step")
+    return halved.assign(rollbacks=np.floor(halved["rollbacks"]), phase=np.floor(halved["phase"]))
+
+
 def _changes(table: DataFrame, name: str) -> list[float]:
     """Steps at which a number has become another one."""
     return table.index[table[name].diff().fillna(0) != 0].tolist() if name in table else []
@@ -186,23 +170,19 @@ def _name(column: str) -> str:
 
 
 def loss_groups(table: DataFrame) -> list[list[str]]:
-    """Names of the losses by size, largest first: what would be a flat line beside the others has an axis of its own.
-
-    A new group begins where a loss is APART times smaller than the next larger one, or its square times than the
-    group's largest; LOSS_AXES groups at most.
-    """
+    """Names of the losses by size, largest first: what would be a flat line beside the others has an axis of its own,
+    LOSS_AXES at most; it begins where a loss is APART times smaller than the next larger one."""
     finite = table[_matching(table, LOSSES)].replace([math.inf, -math.inf], math.nan)
     sizes = finite.median().fillna(0.0).groupby(_name, sort=False).first().sort_values(ascending=False, kind="stable")
-    groups: list[list[str]] = []
+    groups: list[list[str]] = [[]]
     for name, size in sizes.items():
-        largest, least = [sizes[groups[-1][at]] for at in (0, -1)] if groups else (math.inf, math.inf)
-        if len(groups) < LOSS_AXES and (size * APART < least or size * APART**2 < largest):
+        if groups[-1] and len(groups) < LOSS_AXES and size * APART < sizes[groups[-1][-1]]:
             groups.append([])
         groups[-1].append(str(name))
-    return groups or [[]]
+    return groups
 
 
-def _smooth(values: Series) -> Series:
+def smoothed(values: Series) -> Series:
     """Running means over a part of the curve, those at its beginning over what there is."""
     return values.rolling(max(1, len(values) // SMOOTH), min_periods=1).mean()
 
@@ -225,7 +205,7 @@ def _draw(axes: Axes, plot: Plot, table: DataFrame, colours: Mapping[str, str]) 
         else:
             axes.plot(values, color=colour, linewidth=0.7, alpha=0.25 if plot.smooth else 1.0)
             label = _name(column) if len(columns) > 1 else None
-            axes.plot(_smooth(values) if plot.smooth else values, color=colour, linewidth=1.4, label=label)
+            axes.plot(smoothed(values) if plot.smooth else values, color=colour, linewidth=1.4, label=label)
     if plot.log:
         log(axes, (plot.scale * table[columns]).to_numpy().ravel().tolist())
     else:
@@ -239,29 +219,24 @@ def _draw(axes: Axes, plot: Plot, table: DataFrame, colours: Mapping[str, str]) 
 def phases_figure(rows: Rows, bins: int = 40) -> Figure:
     """Milliseconds of an update by phase over the training, stacked: means over equal stretches of updates.
 
-    What is far above the median is cut off and says its height.
+    What is far above the median is cut off, and the title says its height.
     """
     figure, (axes,) = panels(size=(9, 3.2))
     axes.set_ylabel("ms an update")
     if not rows:
         return figure
     seconds = phase_seconds(rows).fillna(0.0)
-    counts = Series([row.get("updates", 1) for row in rows], seconds.index)
     part = np.arange(len(rows)) * min(bins, len(rows)) // len(rows)
+    counts = Series([row.get("updates", 1) for row in rows], seconds.index)
     heights = 1000 * seconds.groupby(part).sum().div(counts.groupby(part).sum(), axis=0)
     edges = np.append((seconds.index.to_series() - counts + 1).groupby(part).first(), rows[-1]["step"] + 1)
-    bottom = np.zeros(len(heights))
-    for name in heights:
-        if heights[name].any():
-            top = bottom + heights[name].to_numpy()
-            axes.stairs(top, edges, baseline=bottom, fill=True, label=name)
-            bottom = top
-    highest = TALL * float(np.median(bottom))
-    for left, right, top in zip(edges, edges[1:], bottom, strict=False):
-        if top > highest:  # a validation would flatten all others
-            axes.set_ylim(0, highest)
-            style: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "top", "fontsize": 7}
-            axes.text((left + right) / 2, 0.98 * highest, f"{top:,.0f}", **style)
+    tops = heights.loc[:, heights.any()].cumsum(axis=1)
+    for name, bottom in zip(tops, [0, *tops.columns[:-1]], strict=True):
+        axes.stairs(tops[name], edges, baseline=tops[bottom] if bottom else 0, fill=True, label=name)
+    highest = TALL * tops.iloc[:, -1].median()
+    if tops.max().max() > highest:  # a validation would flatten all others
+        axes.set_ylim(0, highest)
+        axes.set_title(f"cut off: up to {tops.max().max():,.0f} ms", fontsize=7, loc="right")
     whole(axes)
     beside(figure)
     return figure
@@ -272,39 +247,3 @@ def png(figure: Figure, dpi: int = 100) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
-
-
-def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "loss [nat]") -> Figure:
-    """Loss, gradient norm and update steps a second of the runs of each side, by label.
-
-    Lines are running means, averaged over the runs of a side, in a band from the least to the greatest of them. Dots
-    are validations, and the single runs' speeds (of their median update).
-    """
-    figure, (loss, norm, speed) = panels(3, (3.5, 3.4), width_ratios=(2, 2, 1))
-    drawn: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-    for index, (label, runs) in enumerate(sides.items()):
-        style: dict[str, Any] = {"color": f"C{index}"}
-        tables = [frame(rows) for rows in runs]
-        for axes, name in ((loss, "loss"), (norm, "grad_norm")):
-            both = pd.concat([_smooth(table[name]) for table in tables], axis=1, join="inner")
-            both = both.iloc[:: len(both) // MAX_POINTS + 1]
-            axes.plot(both.mean(axis=1), linewidth=1.2, label=label, **style)
-            axes.fill_between(both.index, both.min(axis=1), both.max(axis=1), alpha=0.25, linewidth=0, **style)
-            drawn[name] += both.to_numpy().ravel().tolist()
-        for table in tables:
-            dots = table.get(HELD_OUT + "loss", Series(dtype=float)).dropna()
-            loss.plot(dots, "o", markersize=4, **style)
-            drawn["loss"] += dots.tolist()
-        medians = [statistics.median(row["seconds"] for row in rows) for rows in runs]
-        rates = [1 / seconds for seconds in medians if seconds]  # 0: too short for the clock
-        speed.bar(index, statistics.fmean(rates or [0.0]), alpha=0.5, **style)
-        speed.plot([index] * len(rates), rates, "o", markersize=4, **style)
-    speed.set_xticks([])
-    titles = {loss_label: loss, "gradient norm before clipping": norm, "update steps/s": speed}
-    for title, axes in titles.items():
-        caption(axes, title)
-    for axes, values in ((loss, drawn["loss"]), (norm, drawn["grad_norm"])):
-        log(axes, values)
-        whole(axes)
-    beside(figure)
-    return figure

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matrixlib.engine.metrics import flatten
+from matrixlib.engine import metrics
 from matrixlib.engine.stats import Stats
 from matrixlib.progress import LinePace, clock_time, duration, in_notebook, interactive, silent
 from matrixlib.runs import figures
@@ -19,10 +19,9 @@ from matrixlib.runs import figures
 EVERY_SECONDS = 0.5  # between two redraws of bar and text
 DRAWING_SHARE = 1 / 20  # of the time, at most, that drawing the curves may take
 BUILT_SECONDS = 1.0  # after which the browser has made a widget that it was told to show
-NEW_ROWS = 1000  # until they join the table
 
 
-class LivePlot:
+class LivePlot(AbstractContextManager["LivePlot"]):
     """Panel of a run: its losses, learning rate, gradient norm, throughput and accuracy (`figures.PLOTS`), and curves
     of one's own.
 
@@ -39,10 +38,10 @@ class LivePlot:
         self.total = total
         self.title = title
         self.draws = 0
-        self._table, self._rows = figures.frame(history), list[dict[str, Any]]()
+        self._rows = list(history)
         self._live = interactive()
         self._began = time.perf_counter()
-        self._step = self._first = int(self._table.index.max()) if len(self._table) else 0
+        self._step = self._first = self._rows[-1]["step"] if self._rows else 0
         self._next = self._redraw = 0.0
         self._lines = LinePace(self._began, self._began)
         self._closed = self._in_sight = False
@@ -57,10 +56,9 @@ class LivePlot:
         `run.log` of the same numbers brings them into metrics.jsonl too.
         """
         row = stats.row() | ({"extra": own} if own else {})
-        self._rows.append(row)
-        if len(self._rows) >= NEW_ROWS:
-            self.table()
         self._step, self.total = stats.step, row.get("steps", self.total)
+        if stats.messages or not self._step % metrics.interval(self.total):  # what the log of a long run holds, too
+            self._rows.append(row)
         now = time.perf_counter()
         if not self._live and not silent() and self._lines.due(now):
             print(f"{clock_time()}  {self.title}: {self._progress(now)} | {_line(row)}", flush=True)
@@ -80,14 +78,8 @@ class LivePlot:
             self._redraw = now + drawing / DRAWING_SHARE
 
     def table(self) -> pd.DataFrame:
-        """What is drawn (`figures.frame`), thinned as it grows."""
-        if self._rows:
-            new, self._rows = figures.frame(self._rows), []
-            if len(self._table):
-                new["not finite"] += self._table["not finite"].max()
-                new = figures.last_rows(pd.concat([self._table, new]))
-            self._table = new if len(new) <= 2 * figures.MAX_POINTS else figures.thin(new)
-        return self._table
+        """What is drawn (`figures.frame`)."""
+        return figures.frame(self._rows)
 
     def close(self) -> None:
         """Show the final picture: in place of the panel, or as an output of a headless notebook."""
@@ -105,12 +97,7 @@ class LivePlot:
         else:
             display(image)
 
-    def __enter__(self) -> LivePlot:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self) -> None:
@@ -141,5 +128,7 @@ class LivePlot:
 
 def _line(row: Mapping[str, Any]) -> str:
     """One update's losses and own numbers, learning rate and throughput."""
-    values = " ".join(f"{name} {value:.3f}" for name, value in flatten({**row["losses"], **row.get("extra", {})}))
+    values = " ".join(
+        f"{name} {value:.3f}" for name, value in metrics.flatten({**row["losses"], **row.get("extra", {})})
+    )
     return f"{values} | learning rate {row['learning_rate']:.2g} | {row['throughput']:,.0f} positions/s"

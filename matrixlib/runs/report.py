@@ -322,8 +322,8 @@ def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     table = pandas.json_normalize([one for one in kept if one], sep="/")
     for name, pattern, which, form in SHOWN:
         columns = [column for column in map(str, table) if re.fullmatch(pattern, column)]
-        numbers = table[columns].ffill().iloc[-1] if which == "last" else table[columns].agg(which)
-        if len(columns):
+        if columns:
+            numbers = table[columns].ffill().iloc[-1] if which == "last" else table[columns].agg(which)
             part = re.fullmatch(pattern, str(numbers.idxmax()))
             found[name] = form.format(numbers.max(), *(part.groups() if part else ()))
     return _column(found)
