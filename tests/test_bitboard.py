@@ -165,7 +165,7 @@ def test_policy_tables_are_inverse() -> None:
 
 def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None:
     start = records.from_boards([chess.Board()] * 3)
-    columns = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
+    state = np.stack([start[name] for name in ("castling", "en_passant", "halfmove", "side")], axis=1)
 
     def pawn(square: str) -> int:
         target = chess.parse_square(square)
@@ -173,7 +173,7 @@ def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None
 
     anyone = bitboard.ANY_PIECE | chess.F3 << 3 | 8 << 9 | 8 << 13  # the knight, or the pawn
     reference = [pawn("e4"), pawn("e5"), pawn("e4"), anyone, pawn("d4")]
-    replayed = bitboard.replay(*[*columns, reference, np.array([0, 2, 3, 5])])
+    replayed = bitboard.replay(start["pieces"], state, reference, [0, 2, 3, 5])
     assert replayed.failed.tolist() == [-1, -1, 0]
     assert replayed.matches.tolist()[2] == 2
     assert replayed.moves.tolist() == [chess.E2 | chess.E4 << 6, chess.E2 | chess.E4 << 6, chess.E2 | chess.E4 << 6]
@@ -181,4 +181,4 @@ def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None
     assert (replayed.indices[replayed.choice] == [bitboard.POLICY_INDEX[chess.E2 | chess.E4 << 6]] * 3).all()
     assert replayed.ends[:2].tolist() == [[15, -1, 0, 0], [15, -1, 0, 0]]
     with pytest.raises(ValueError, match="offsets must run from 0 to 5"):
-        bitboard.replay(*[*columns, reference, np.array([0, 2, 3, 4])])
+        bitboard.replay(start["pieces"], state, reference, [0, 2, 3, 4])

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from positions import HARD, KIWIPETE
 from readers import Whole, read_file
 
-from matrixlib.tasks.chess.importers import lc0
-from matrixlib.tasks.chess.importers.lc0 import Lc0
+from matrixlib.tasks.chess.importers import planes as lc0
+from matrixlib.tasks.chess.importers.planes import Lc0
 from matrixlib.tasks.chess.lc0.moves import move_name
 
 FULL = 2**64 - 1

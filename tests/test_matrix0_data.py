@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from positions import hard_positions, random_positions
 from readers import Whole, read_file, same
 
-from matrixlib.tasks.chess.importers import matrix0_data
-from matrixlib.tasks.chess.importers.matrix0_data import Matrix0Data
+from matrixlib.tasks.chess.importers import planes as matrix0_data
+from matrixlib.tasks.chess.importers.planes import Matrix0Data
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.records import from_boards, policy_index
 

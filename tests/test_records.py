@@ -71,8 +71,6 @@ def test_fields_are_set_and_unknown_ones_refused() -> None:
     assert rows["game"].tolist() == [2**63] * 2
     with pytest.raises(ValueError, match="score"):
         records.from_boards([chess.Board()], score=1)[0]
-    with pytest.raises(ValueError, match="pieces"):
-        records.from_boards([chess.Board()], pieces=0)[0]
 
 
 def test_repetitions_are_counted_from_the_move_stack() -> None:

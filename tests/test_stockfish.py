@@ -14,7 +14,6 @@ from matrixlib.tasks.chess.stockfish.client import (
     Line,
     Stockfish,
     find_stockfish,
-    nearest_value,
     parse_info,
     score_of,
 )
@@ -109,23 +108,6 @@ def test_answers_cut_anywhere_are_read_whole(tmp_path):
     )
     with Stockfish(fake_engine(tmp_path, GREETING.format(go=go)), timeout=5) as engine:
         assert [engine.search("fen x", "depth 1") for _ in range(3)] == [[Line("a2a3", 5, None)]] * 3
-
-
-@pytest.mark.parametrize(
-    "option, value, taken",
-    [
-        ("spin default 1 min 1 max 256", 500, 256),
-        ("spin default 0 min -5 max 5", -9, -5),
-        ("spin default 1 min 1 max 500", 500, 500),
-        ("check default false", 1, True),
-        ("combo default Both var Off var White only var Both", "White only", "White only"),
-        ("combo default Both var Off var Both", "Black", "Both"),
-        ("string default <empty>", "a b", "a b"),
-    ],
-)
-def test_options_are_cut_to_what_an_engine_takes(option, value, taken):
-    kind, details = option.split(maxsplit=1)
-    assert nearest_value(kind, f" {details}", value) == taken
 
 
 PICKY = """

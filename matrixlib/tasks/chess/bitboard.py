@@ -17,7 +17,9 @@ one king a side, which `records` checks. Kernels release the GIL. They and all t
 because numba's cache does not see changes made elsewhere. Chess960 castling is not supported.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from llvmlite import ir
@@ -37,6 +39,7 @@ U64 = NDArray[np.uint64]
 # Scalars inside a kernel: int64 and uint64. mypy would tell NumPy's from Python's, numba does not.
 Int: TypeAlias = Any
 Bits: TypeAlias = Any
+Result = TypeVar("Result")
 
 EMPTY = 12
 PLANES = 73
@@ -189,6 +192,30 @@ def _pack(bb: U64, pieces: U8) -> None:
             rest &= rest - _ONE
             old = np.int64(pieces[s >> 1])
             pieces[s >> 1] = (old & 0x0F) | j << 4 if s & 1 else (old & 0xF0) | j
+
+
+def _arguments(pieces: ArrayLike, *columns: tuple[ArrayLike, Any]) -> list[Any]:
+    """pieces (N, 32) and columns (N,), C-ordered and writeable, so that every call meets the one compiled signature."""
+    dense = [np.require(array, dtype, ["C", "W"]) for array, dtype in ((pieces, np.uint8), *columns)]
+    shapes = [array.shape for array in dense]
+    if shapes[0][1:] != (32,) or any(shape != shapes[0][:1] for shape in shapes[1:]):
+        raise ValueError(f"pieces must have shape (N, 32), and each value beside them (N,), not {shapes}")
+    return dense
+
+
+def _batched(*dtypes: Any) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """A kernel as a public function of pieces (N, 32) and columns (N,) of these types, of any kind of array."""
+
+    def public(function: Callable[..., Result]) -> Callable[..., Result]:
+        compiled = kernel(function)
+
+        @wraps(function)
+        def call(pieces: ArrayLike, *columns: ArrayLike) -> Result:
+            return compiled(*_arguments(pieces, *zip(columns, dtypes, strict=True)))
+
+        return call
+
+    return public
 
 
 # --- attacks --------------------------------------------------------------------------------------
@@ -467,8 +494,13 @@ def _grown(old: U16, used: Int, need: Int) -> U16:
     return new
 
 
-@kernel
-def _legal_batch(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
+@_batched(np.uint8, np.int8)
+def legal_moves(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
+    """All legal moves of N positions, in each position in ascending order of policy index.
+
+    pieces (N, 32), castling (N,), en-passant file (N,) -> moves (K,) uint16, policy indices (K,) uint16 and
+    offsets (N + 1,) int64: position i owns [offsets[i]:offsets[i + 1]].
+    """
     n = pieces.shape[0]
     moves, indices = np.empty(40 * n + 64, np.uint16), np.empty(40 * n + 64, np.uint16)
     offsets = np.zeros(n + 1, np.int64)
@@ -531,13 +563,13 @@ def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
 
 
 @kernel
-def _occurrences(pieces: U8, castling: U8, file: I8, since: Int, row: Int, board: U8, rights: Int, capture: Int) -> Int:
-    """How many of the rows since, ..., row - 1 with the same side to move as row hold this position."""
+def _occurrences(pieces: U8, state: I64, since: Int, row: Int) -> int:
+    """How many of the rows since, ..., row - 1 with the same side to move as row hold its position."""
     count = 0
     for j in range(row - 2, since - 1, -2):
-        if castling[j] == rights and file[j] == capture:
+        if state[j, 0] == state[row, 0] and state[j, 1] == state[row, 1]:
             byte = 0
-            while byte < 32 and pieces[j, byte] == board[byte]:
+            while byte < 32 and pieces[j, byte] == pieces[row, byte]:
                 byte += 1
             if byte == 32:
                 count += 1
@@ -545,16 +577,12 @@ def _occurrences(pieces: U8, castling: U8, file: I8, since: Int, row: Int, board
 
 
 @kernel
-def _replay(
-    start_pieces: U8, start_castling: U8, start_file: I8, start_clock: U8, black: U8, notation: I32, offset: I64
-) -> Any:
+def _replay(start_pieces: U8, start: I64, notation: I32, offset: I64) -> Any:
     games, total = start_pieces.shape[0], notation.shape[0]
     # A game's last position is a row too, for the count of repetitions; it is taken back after the game.
-    pieces, castling = np.empty((total + 1, 32), np.uint8), np.empty(total + 1, np.uint8)
-    file, clock = np.empty(total + 1, np.int8), np.empty(total + 1, np.uint8)
-    repetition, game_moves = np.empty(total + 1, np.uint8), np.empty(total + 1, np.uint16)
-    choice, offsets = np.empty(total + 1, np.int64), np.zeros(total + 1, np.int64)
-    indices = np.empty(40 * total + 64, np.uint16)
+    pieces, state = np.empty((total + 1, 32), np.uint8), np.empty((total + 1, 4), np.int64)
+    game_moves, choice = np.empty(total + 1, np.uint16), np.empty(total + 1, np.int64)
+    indices, offsets = np.empty(40 * total + 64, np.uint16), np.zeros(total + 1, np.int64)
     ends, end_pieces = np.zeros((games, 4), np.int64), np.empty((games, 32), np.uint8)
     failed, matches = np.full(games, -1, np.int64), np.zeros(games, np.int64)
     row_moves, row_keys = np.empty(POLICY_SIZE, np.uint16), np.empty(POLICY_SIZE, np.uint16)
@@ -563,16 +591,15 @@ def _replay(
     for g in range(games):
         first_row, first_used, since = row, used, row
         _unpack(start_pieces[g], bb)
-        c, f, h = np.int64(start_castling[g]), np.int64(start_file[g]), np.int64(start_clock[g])
-        mirrored = 56 if black[g] else 0
+        c, f, h = start[g, 0], start[g, 1], start[g, 2]
+        mirrored = 56 if start[g, 3] else 0
         for k in range(offset[g], offset[g + 1] + 1):
             _pack(bb, pieces[row])
-            earlier = _occurrences(pieces, castling, file, since, row, pieces[row], c, f)
+            state[row, 0], state[row, 1], state[row, 2] = c, f, h
+            state[row, 3] = _occurrences(pieces, state, since, row)
             if k == offset[g + 1]:
-                end_pieces[g] = pieces[row]
-                ends[g, 0], ends[g, 1], ends[g, 2], ends[g, 3] = c, f, h, earlier
+                end_pieces[g], ends[g] = pieces[row], state[row]
                 break
-            castling[row], file[row], clock[row], repetition[row] = c, f, h, min(earlier, 2)
             count = _legal(bb, c, f, row_moves)
             _sort_moves(row_moves, row_keys, count)
             if used + count > indices.shape[0]:
@@ -597,28 +624,16 @@ def _replay(
             mirrored ^= 56
             if h == 0:
                 since = row
-    return (
-        pieces[:row].copy(),
-        castling[:row].copy(),
-        file[:row].copy(),
-        clock[:row].copy(),
-        repetition[:row].copy(),
-        game_moves[:row].copy(),
-        choice[:row].copy(),
-        indices[:used].copy(),
-        offsets[: row + 1].copy(),
-        end_pieces,
-        ends,
-        failed,
-        matches,
-    )
+    moves = game_moves[:row], choice[:row], indices[:used].copy(), offsets[: row + 1]
+    return pieces[:row], state[:row], moves, end_pieces, ends, failed, matches
 
 
 # --- batched queries ------------------------------------------------------------------------------
 
 
-@kernel
-def _bitboards_batch(pieces: U8) -> U64:
+@_batched()
+def bitboards(pieces: U8) -> U64:
+    """Nibbles (N, 32) to bitboards (N, 12) uint64 in the order of the piece classes."""
     out, bb = np.empty((pieces.shape[0], 12), np.uint64), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
@@ -634,8 +649,9 @@ def _pieces_batch(boards: U64) -> U8:
     return out
 
 
-@kernel
-def _legal_files_batch(pieces: U8, file: I8) -> I8:
+@_batched(np.int8)
+def legal_en_passant(pieces: U8, file: I8) -> I8:
+    """The en-passant files (N,) int8, -1 where no capture is legal."""
     out, bb = np.empty(pieces.shape[0], np.int8), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         out[i] = -1
@@ -646,8 +662,9 @@ def _legal_files_batch(pieces: U8, file: I8) -> I8:
     return out
 
 
-@kernel
-def _check_batch(pieces: U8) -> NDArray[np.bool_]:
+@_batched()
+def in_check(pieces: U8) -> NDArray[np.bool_]:
+    """Whether the side to move is in check, (N,) bool."""
     out, bb = np.zeros(pieces.shape[0], np.bool_), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
@@ -657,8 +674,9 @@ def _check_batch(pieces: U8) -> NDArray[np.bool_]:
     return out
 
 
-@kernel
-def _attack_sets_batch(pieces: U8) -> U64:
+@_batched()
+def attack_sets(pieces: U8) -> U64:
+    """(N, 64) uint64: the squares that the piece on each square attacks (0 where empty), pins ignored."""
     out, bb = np.zeros((pieces.shape[0], 64), np.uint64), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
@@ -696,8 +714,16 @@ def _pawn_forks(pawns: Bits, up: bool, prey: Bits) -> Bits:
     return pawns & _pawn_east(prey, not up) & _pawn_west(prey, not up)
 
 
-@kernel
-def _ssl_batch(pieces: U8) -> U64:
+@_batched()
+def ssl_maps(pieces: U8) -> U64:
+    """Self-supervised target maps (N, 5) uint64: threat, pin, fork, control_ours, control_theirs.
+
+    Attacks are python-chess's `attackers_mask` (pins ignored).
+    threat: attacked by the opponent. pin: pieces of either side pinned to their own king.
+    fork: pieces of either side that attack two or more enemy pieces each of which is the king, worth more
+    (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
+    control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
+    """
     n = pieces.shape[0]
     out, bb = np.empty((n, 5), np.uint64), np.empty(13, np.uint64)
     sets, squares = np.empty((2, 64), np.uint64), np.empty((2, 64), np.int64)
@@ -784,35 +810,12 @@ def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.boo
 # --- public ---------------------------------------------------------------------------------------
 
 
-def _arguments(pieces: ArrayLike, *columns: tuple[ArrayLike, Any]) -> list[Any]:
-    """pieces (N, 32) and columns (N,), C-ordered and writeable, so that every call meets the one compiled signature."""
-    dense = [np.require(array, dtype, ["C", "W"]) for array, dtype in ((pieces, np.uint8), *columns)]
-    shapes = [array.shape for array in dense]
-    if shapes[0][1:] != (32,) or any(shape != shapes[0][:1] for shape in shapes[1:]):
-        raise ValueError(f"pieces must have shape (N, 32), and each value beside them (N,), not {shapes}")
-    return dense
-
-
-def bitboards(pieces: ArrayLike) -> U64:
-    """Nibbles (N, 32) to bitboards (N, 12) uint64 in the order of the piece classes."""
-    return _bitboards_batch(*_arguments(pieces))
-
-
 def pieces_of(boards: ArrayLike) -> U8:
     """Bitboards (N, 12) uint64 to nibbles (N, 32) uint8; the inverse of `bitboards`."""
     dense: U64 = np.require(boards, np.uint64, ["C", "W"])
     if dense.shape[1:] != (12,):
         raise ValueError(f"bitboards must have shape (N, 12), not {dense.shape}")
     return _pieces_batch(dense)
-
-
-def legal_moves(pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike) -> tuple[U16, U16, I64]:
-    """All legal moves of N positions, in each position in ascending order of policy index.
-
-    pieces (N, 32), castling (N,), en_passant (N,) -> moves (K,) uint16, policy indices (K,) uint16 and
-    offsets (N + 1,) int64: position i owns [offsets[i]:offsets[i + 1]].
-    """
-    return _legal_batch(*_arguments(pieces, (castling, np.uint8), (en_passant, np.int8)))
 
 
 def make_moves(
@@ -832,69 +835,35 @@ def make_moves(
 
 
 class Replay(NamedTuple):
-    """Games that were played through: R positions before a move, of the games that could be played to the end."""
+    """Games that were played through: R positions before a move, of the games that could be played to the end.
+
+    state, ends: castling rights, en-passant file, half-move clock, earlier occurrences in the game.
+    """
 
     pieces: U8  # (R, 32)
-    castling: U8  # (R,)
-    en_passant: I8  # (R,)
-    halfmove: U8  # (R,)
-    repetition: U8  # (R,) earlier occurrences in the game: 0, 1, 2 (or more)
+    state: I64  # (R, 4)
     moves: U16  # (R,) the game's move in each
     choice: I64  # (R,) where in `indices` that move stands
     indices: U16  # (K,) policy indices of all legal moves, ascending in each position
     offsets: I64  # (R + 1,)
     end_pieces: U8  # (G, 32) last position of each game, of a failed one nothing
-    ends: I64  # (G, 4) its castling rights, en-passant file, half-move clock, earlier occurrences
+    ends: I64  # (G, 4) its state
     failed: I64  # (G,) number of the move that could not be played; -1 where the whole game could
     matches: I64  # (G,) how many legal moves the notation of that move fits: 0, or more than one
 
 
-def replay(
-    pieces: ArrayLike,
-    castling: ArrayLike,
-    en_passant: ArrayLike,
-    halfmove: ArrayLike,
-    black: ArrayLike,
-    notation: ArrayLike,
-    offsets: I64,
-) -> Replay:
-    """Play G games through, from the positions (G, ...) in which they start (`black`: Black is to move there).
+def replay(pieces: ArrayLike, start: ArrayLike, notation: ArrayLike, offsets: ArrayLike) -> Replay:
+    """Play G games through, from positions (G, 32) with their start (G, 4): castling rights, en-passant file, half-move
+    clock, whether Black is to move.
 
     Game g consists of notation[offsets[g]:offsets[g + 1]], each int32 what a notation says about a move: kind
     (0-5 P N B R Q K, 6 any, 7 castling) | target square << 3 | file of origin << 9 | rank of origin << 13
     (8 unknown) | promotion << 17 (0 none, 1 N, 2 B, 3 R, 4 Q). Squares and ranks as White sees them, but the
     target of castling is 6 or 2 for both colours. A move must fit exactly one legal move.
     """
-    state = ((castling, np.uint8), (en_passant, np.int8), (halfmove, np.uint8), (black, np.uint8))
-    start = _arguments(pieces, *state)
-    words, bounds = np.require(notation, np.int32, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])
-    if len(bounds) != len(start[0]) + 1 or bounds[0] != 0 or bounds[-1] != len(words):
+    (boards,), words = _arguments(pieces), np.require(notation, np.int32, ["C", "W"])
+    state, bounds = np.require(start, np.int64, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])
+    if len(bounds) != len(boards) + 1 or bounds[0] != 0 or bounds[-1] != len(words) or state.shape != (len(boards), 4):
         raise ValueError(f"offsets must run from 0 to {len(words)} with one entry more than there are games")
-    return Replay(*_replay(*[*start, words, bounds]))
-
-
-def legal_en_passant(pieces: ArrayLike, en_passant: ArrayLike) -> I8:
-    """The en-passant files (N,) int8, -1 where no capture is legal."""
-    return _legal_files_batch(*_arguments(pieces, (en_passant, np.int8)))
-
-
-def in_check(pieces: ArrayLike) -> NDArray[np.bool_]:
-    """Whether the side to move is in check, (N,) bool."""
-    return _check_batch(*_arguments(pieces))
-
-
-def attack_sets(pieces: ArrayLike) -> U64:
-    """(N, 64) uint64: the squares that the piece on each square attacks (0 where empty), pins ignored."""
-    return _attack_sets_batch(*_arguments(pieces))
-
-
-def ssl_maps(pieces: ArrayLike) -> U64:
-    """Self-supervised target maps (N, 5) uint64: threat, pin, fork, control_ours, control_theirs.
-
-    Attacks are python-chess's `attackers_mask` (pins ignored).
-    threat: attacked by the opponent. pin: pieces of either side pinned to their own king.
-    fork: pieces of either side that attack two or more enemy pieces each of which is the king, worth more
-    (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
-    control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
-    """
-    return _ssl_batch(*_arguments(pieces))
+    played, played_state, moves, *ends = _replay(boards, state, words, bounds)
+    return Replay(played, played_state, *moves, *ends)

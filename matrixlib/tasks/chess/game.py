@@ -8,7 +8,7 @@ import struct
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import chess
 import chess.pgn
@@ -35,12 +35,6 @@ def _touch_table() -> NDArray[np.uint64]:
 
 
 _TOUCHES = _touch_table()  # (4672,) the two squares of a move
-
-
-class Tables(Protocol):
-    """The part of `chess.syzygy.Tablebase` that is used."""
-
-    def get_wdl(self, board: chess.Board, default: int | None = None) -> int | None: ...
 
 
 def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
@@ -70,7 +64,7 @@ class ChessGame:
     name = "chess"
     actions = bitboard.POLICY_SIZE
 
-    def __init__(self, tables: Tables | None = None, pieces: int = 5) -> None:
+    def __init__(self, tables: Any = None, pieces: int = 5) -> None:
         self.tables, self.pieces = tables, pieces
 
     def initial(self, n: int) -> States:

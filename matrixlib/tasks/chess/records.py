@@ -42,13 +42,6 @@ Batch = dict[str, np.ndarray]
 Records = NDArray[np.void]
 
 _CORNERS = (chess.BB_H1, chess.BB_A1, chess.BB_H8, chess.BB_A8)
-_UNPLAYABLE = (
-    chess.STATUS_NO_WHITE_KING
-    | chess.STATUS_NO_BLACK_KING
-    | chess.STATUS_TOO_MANY_KINGS
-    | chess.STATUS_PAWNS_ON_BACKRANK
-    | chess.STATUS_OPPOSITE_CHECK
-)
 
 
 # Positions
@@ -60,9 +53,7 @@ def parse_fen(fen: str) -> chess.Board:
         board = chess.Board(fen)
     except ValueError as error:
         raise ValueError(f"not a FEN: '{fen}' ({error})") from error
-    problems = board.status() & _UNPLAYABLE
-    if problems:
-        raise ValueError(f"FEN '{fen}' is not a position of chess: {problems!r}")
+    from_boards([board])
     return board
 
 
@@ -90,9 +81,6 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     repetition from the board's move stack. ValueError names the FEN of a board that can't be played.
     """
     boards = list(boards)
-    unknown = set(fields) - (set(RECORD.names or ()) - {"pieces"})
-    if unknown:
-        raise ValueError(f"no such field of a record: {sorted(unknown)}")
     records = np.zeros(len(boards), RECORD)
     if not boards:
         return records

@@ -16,11 +16,9 @@ from matrixlib.data.shards import LFS_POINTER
 from matrixlib.files import from_home, reports_root
 from matrixlib.tasks.chess.importers import audit
 from matrixlib.tasks.chess.importers.epd import Epd, Labelled
-from matrixlib.tasks.chess.importers.evaluations import Evaluations
-from matrixlib.tasks.chess.importers.lc0 import Lc0
-from matrixlib.tasks.chess.importers.matrix0_data import Matrix0Data
+from matrixlib.tasks.chess.importers.lichess import Evaluations, Puzzles
 from matrixlib.tasks.chess.importers.pgn import Pgn
-from matrixlib.tasks.chess.importers.puzzles import Puzzles
+from matrixlib.tasks.chess.importers.planes import Lc0, Matrix0Data
 from matrixlib.tasks.chess.keys import SHARD, held_out
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample

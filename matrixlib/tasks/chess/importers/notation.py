@@ -22,12 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from matrixlib.data.entries import Entries, Part
-from matrixlib.data.shards import Batch, ragged_rows
+from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import RECORD, UNKNOWN, Records, playable
-from matrixlib.tasks.chess.scores import whole_shares
 
 LONGEST = 1 << 26  # bytes of a line
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
@@ -249,14 +248,6 @@ def standing_rights(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8
     return standing
 
 
-Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a table, with the reason
-
-
-def first_faults(faults: Faults) -> dict[int, str]:
-    """Row -> the first of its faults."""
-    return {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask).tolist()}
-
-
 # Moves
 
 
@@ -281,15 +272,6 @@ class Legal:
         # A queen's promotion and a plain move to the last rank share an index, so the code must be the same too.
         right = (keys[place] == key) & (self.moves[place] == code)
         return np.where(right & (POLICY_INDEX[code] >= 0), place, -1)
-
-    def rows(self, rows: NDArray[np.int64]) -> tuple[Legal, NDArray[np.int64]]:
-        """The lists of these rows alone, and where their moves stood in `moves`."""
-        places, offset = ragged_rows(self.offset, rows)
-        return Legal(self.moves[places], self.index[places], offset), places
-
-    def batch_of_shares(self, records: Records, shares: NDArray[np.floating[Any]]) -> Batch:
-        """The batch of the N records whose moves have these shares (K,) of the policy."""
-        return self.batch(records, whole_shares(np.rint(shares * 1e9).astype(np.int64), self.offset))
 
     def batch(self, records: Records, weight: NDArray[np.uint16]) -> Batch:
         """The batch of the N records with the weights (K,) of their moves."""

@@ -323,8 +323,8 @@ class Pgn:
         start = start[[rows_of[game.fen] for game in games]]
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
         moves = np.array([code for game in games for code in game.moves], np.int32)
-        board = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
-        replay = bitboard.replay(*[*board, moves, bounds])
+        columns = [start[name] for name in ("castling", "en_passant", "halfmove", "side")]
+        replay = bitboard.replay(start["pieces"], np.stack(columns, axis=1), moves, bounds)
         for row in np.flatnonzero(replay.failed >= 0).tolist():
             game, move = games[row], int(replay.failed[row])
             words = [word for word in main_line(texts[game.number][1])[0] if type(meaning(word)) is int]
@@ -357,8 +357,9 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     rows = np.array([len(game.moves) for game in games], np.int64)
     first = np.cumsum(rows) - rows
     records = blank(len(replay.moves), "pgn")
-    for name in ("pieces", "castling", "en_passant", "halfmove", "repetition"):
-        records[name] = getattr(replay, name)
+    records["pieces"], records["repetition"] = replay.pieces, np.minimum(replay.state[:, 3], 2)
+    for column, name in enumerate(("castling", "en_passant", "halfmove")):
+        records[name] = replay.state[:, column]
     plies = np.arange(len(records)) - np.repeat(first, rows)
     records["side"] = (np.repeat(start["side"], rows) + plies) % 2
     records["ply"] = np.minimum(np.repeat(start["ply"].astype(np.int64), rows) + plies, 65535)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 MATE = 32000  # a mate in k moves is stored as sign * (MATE - k); every centipawn score is far below
 CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
-_OPTION = re.compile(r"option name (.+?) type (\w+)(.*)")
+_OPTION = re.compile(r"option name (.+?) type (.*)")
 _LINE = re.compile(
     r"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
 )
@@ -74,21 +74,11 @@ def parse_info(lines: list[str]) -> list[Line]:
     return []
 
 
-def nearest_value(kind: str, details: str, value: Option) -> Option:
-    """The value nearest to `value` that an announced option takes.
-
-    kind, details: of `option name MultiPV type spin default 1 min 1 max 256`, "spin" and the text after it. A number
-    is cut to its range, a choice that is not offered becomes the default; engines ignore such values without a word.
-    """
-    if kind == "spin":
-        low, high = map(int, re.findall(r" (?:min|max) (-?\d+)", details))
-        return max(low, min(high, int(value)))
-    if kind == "check":
-        return value in (True, "true", 1)
-    if kind == "combo":
-        default, *choices = re.split(r" var ", details)
-        return value if value in [choice.strip() for choice in choices] else default.removeprefix(" default ").strip()
-    return value
+def nearest_value(announced: str, value: Option) -> Option:
+    """The value nearest to `value` that an option takes, announced as "spin default 1 min 1 max 256": engines ignore
+    numbers beyond without a word."""
+    bounds = re.search(r"^spin .*min (-?\d+) max (-?\d+)", announced)
+    return max(int(bounds[1]), min(int(bounds[2]), int(value))) if bounds else value
 
 
 class Stockfish:
@@ -110,7 +100,7 @@ class Stockfish:
     ) -> None:
         self.path, self.timeout = find_stockfish(path), timeout
         self.name = self.path.name
-        self.announced: dict[str, tuple[str, str]] = {}  # option -> type, the rest of its line
+        self.announced: dict[str, str] = {}  # option -> "spin default 1 min 1 max 256"
         command = [*(["node"] if self.path.suffix == ".js" else []), str(self.path)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
@@ -129,15 +119,15 @@ class Stockfish:
         except EngineError as error:
             raise EngineError(f"{self.path} does not speak UCI: {error}") from error
         self.name = next((line[8:].strip() for line in lines if line.startswith("id name ")), self.name)
-        self.announced = {match[1]: (match[2], match[3]) for match in filter(None, map(_OPTION.match, lines))}
+        self.announced = {match[1]: match[2] for match in filter(None, map(_OPTION.match, lines))}
         if "UCI_ShowWDL" not in self.announced:
             raise EngineError(f"{self.name} has no option UCI_ShowWDL: use Stockfish 12 or newer")
         commands = []
         for name, value in {**own, **asked}.items():
-            kind, details = self.announced.get(name, ("", ""))
-            taken = nearest_value(kind, details, value)
-            if name in asked and (not kind or taken != value):
-                raise EngineError(f"{self.name} refuses {name} {value}: it has {kind or 'no such option'}{details}")
+            announced = self.announced.get(name, "no such option")
+            taken = nearest_value(announced, value)
+            if name in asked and (name not in self.announced or taken != value):
+                raise EngineError(f"{self.name} refuses {name} {value}: it has {announced}")
             text = str(taken).lower() if isinstance(taken, bool) else taken
             commands.append(f"setoption name {name} value {text}\n")
         self._ask(f"{''.join(commands)}isready", "readyok")
@@ -178,7 +168,7 @@ class Stockfish:
         `position` as in UCI (`fen ... moves ...` or `startpos ...`), `limit` as after `go` (`depth 4`).
         Raises EngineError where the position has no legal move.
         """
-        taken = nearest_value(*self.announced.get("MultiPV", ("", "")), lines)
+        taken = nearest_value(self.announced.get("MultiPV", ""), lines)
         command = f"setoption name MultiPV value {taken}\nposition {position}\ngo {limit}"
         variations = parse_info(self._ask(command, "bestmove"))
         if not variations:

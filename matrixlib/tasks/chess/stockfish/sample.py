@@ -4,7 +4,6 @@ A game and its labels are a pure function of (parameters, number of the game), a
 so stopped work is resumed and ends in the same bytes. The set that ships was made by this.
 """
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -271,24 +270,22 @@ def collect(work: Path) -> tuple[Positions, int]:
     parameters = json.dumps(provenance(work)["generator"]["parameters"], sort_keys=True)
     known: set[bytes] = set()
     parts, total = [], 0
-    games = read_games(work)
-    while some := list(itertools.islice(games, 1000)):  # text of so many games at a time
-        rows = [(game["game"], game["result"], *position) for game in some for position in game["positions"]]
-        records, faults = read_fens([fen for _, _, fen, *_ in rows], "stockfish")
+    for game in read_games(work):
+        rows = game["positions"]
+        records, faults = read_fens([fen for fen, *_ in rows], "stockfish")
         if fault := next(filter(None, faults), ""):
-            raise ValueError(f"{work / GAMES}: {fault}")
-        records["repetition"] = [repetition for *_, repetition, _, _ in rows]
-        ids = {game["game"]: game_id(parameters, str(game["game"])) for game in some}
-        records["game"] = [ids[number] for number, *_ in rows]
-        white = np.array([result for _, result, *_ in rows], np.int64)
-        records["result"] = np.where((records["side"] == 1) & (white != UNKNOWN), -white, white)
+            raise ValueError(f"{work / GAMES}, game {game['game']}: {fault}")
+        records["repetition"] = [repetition for _, repetition, *_ in rows]
+        records["game"] = game_id(parameters, str(game["game"]))
+        if game["result"] != UNKNOWN:
+            records["result"] = np.where(records["side"] == 1, -game["result"], game["result"])
         new = np.zeros(len(rows), bool)
         for row, key in enumerate(keys_of(records)):
             new[row] = key not in known
             known.add(key)
         per_mille = np.array([wdl for *_, wdl, _ in rows], "<u2").reshape(-1, 3)
-        level = [np.array(level, np.uint8) for (*_, level), kept in zip(rows, new, strict=True) if kept]
-        parts.append((records[new], per_mille[new], np.concatenate([np.zeros(0, np.uint8), *level])))
+        level = [move for (*_, levels), kept in zip(rows, new, strict=True) if kept for move in levels]
+        parts.append((records[new], per_mille[new], np.array(level, np.uint8)))
         total += len(rows)
     if not known:
         raise ValueError(f"{work} holds no finished game: call generate first")
@@ -335,13 +332,12 @@ def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
     """Pack the finished games of `work` into shards in `out`, and write them as `games.pgn` in `work`.
 
     Games are whole in one split, about 5 % of them in validation. Returns the numbers of shards, of train and
-    validation positions, of duplicates left out, and bytes a position. Raises ValueError for an empty or damaged work
-    folder, and where `out` holds shards.
+    validation positions and of duplicates left out. Raises ValueError for an empty or damaged work folder, and where
+    `out` holds shards.
     """
     work = Path(work)
     positions, duplicates = collect(work)
     infos = write_splits(Path(out), assemble(positions), provenance(work))
     files.write_text(work / "games.pgn", "".join(game["pgn"] + "\n\n" for game in read_games(work)))
     count = {split: sum(info.count for info in infos if info.meta["split"] == split) for split in SPLITS}
-    size = sum(info.bytes for info in infos) / sum(count.values())
-    return {"shards": len(infos), **count, "duplicates": duplicates, "bytes_per_position": size}
+    return {"shards": len(infos), **count, "duplicates": duplicates}

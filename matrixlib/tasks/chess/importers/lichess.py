@@ -1,0 +1,193 @@
+"""Readers of Lichess's databases: puzzles (CSV), and evaluations of positions (JSON lines).
+
+Puzzles give a position for each move of the solver, which has all of the policy. The FEN of a row is the position
+*before* the opponent's set-up move, which is the first of `Moves`; the solver makes the second, the fourth and so on.
+A puzzle says nothing about the result of its game, nor who wins by how much, so result and win-draw-loss stay unknown.
+
+A line of evaluations is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...],
+"knodes": n, "depth": n}, ...]}, with what Stockfish said in browsers. Scores are White's, whoever is to move, which the
+order of the variations shows; castling is written as king takes rook (e1h1). Of several evaluations the deepest counts.
+The policy is the softmax that stockfish/labels.py makes of scores, over the first moves of its variations: what
+Stockfish has not listed has no weight. Win-draw-loss is that of the best score (scores.py). There are no games, so
+equal positions stand in for them in the split.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.shards import Batch, concat, select
+from matrixlib.tasks.chess.importers import notation
+from matrixlib.tasks.chess.keys import game_id, ids_of
+from matrixlib.tasks.chess.records import LAYOUT, Records, play
+from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish.client import MATE, score_of
+from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, weights_of
+
+PART = 1 << 18  # bytes, about 1,500 puzzles or 350 evaluations
+GAME = re.compile(r"lichess\.org/(\w{8})")
+Found = list[tuple[int, tuple[str, Any]]]  # number of an entry, FEN and what else its line says
+
+
+def _settle(entries: Entries, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]) -> int:
+    """Refuse the entries with a fault, and leave out those of Chess960; how many are left."""
+    for (number, _), fault, detail in zip(found, faults, details, strict=True):
+        if fault == notation.CHESS960:
+            entries.skipped[fault] += 1
+        elif fault:
+            entries.refuse(number, fault, detail, lines[number])
+    return faults.count("")
+
+
+# Puzzles
+
+
+@dataclass(frozen=True)
+class Puzzles:
+    """No options; the columns FEN and Moves are needed, GameUrl is used."""
+
+    source: ClassVar[str] = "puzzles"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        with notation.opened(path) as file:
+            lines = filter(bytes.strip, notation.text_lines(file))
+            header = next(lines, b"")
+            if not {"FEN", "Moves"} <= set(fields_of(header.decode("utf-8-sig", "replace").strip())):
+                raise ValueError(f"{path} is no Lichess puzzle CSV: its first line must name the columns FEN and Moves")
+            yield from notation.parts_of(lines, PART, header=header)
+
+    def read(self, part: Part) -> ParseResult:
+        header, *lines = notation.lines_of(part)
+        names, entries = fields_of(header), Entries(part)
+
+        def parse(line: str) -> tuple[str, tuple[list[str], str]]:
+            row = dict(zip(names, fields_of(line), strict=False))
+            moves = row.get("Moves", "").split()
+            if len(moves) < 2:
+                raise notation.Unusable("no solution", "the line ends before the solver's move", 0)
+            return row.get("FEN", ""), (moves, row.get("GameUrl", ""))
+
+        found = list(notation.usable(lines, parse, entries))
+        moves = [moves for _, (_, (moves, _)) in found]
+        records, faults = notation.read_fens([fen for _, (fen, _) in found], self.source)
+        records["game"] = ids_of(records)
+        for place, (_, (_, (_, url))) in enumerate(found):
+            if game := GAME.search(url):
+                records["game"][place] = game_id("lichess.org", game[1])
+        details = [f"FEN '{fen}'" for _, (fen, _) in found]
+        batch = _solve(records, moves, faults, details)
+        return entries.result(batch, len(lines), _settle(entries, lines, found, faults, details))
+
+
+def fields_of(line: str) -> list[str]:
+    """The fields of a line; none where it is not CSV."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return []
+
+
+def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], details: list[str]) -> Batch:
+    """The solver's positions of the N puzzles that start in `records`, all of them played at the same time.
+
+    A puzzle with an illegal move gives no position; its fault and details are filled in.
+    """
+    state = records.copy()
+    batches, owners = [], [np.zeros(0, np.int64)]
+    rows = np.flatnonzero([not fault for fault in faults])
+    for step in range(max(map(len, moves), default=0)):
+        rows = np.array([row for row in rows.tolist() if step < len(moves[row])], np.int64)
+        sides = state["side"][rows].tolist()
+        words = [notation.code_of(moves[row][step], side) for row, side in zip(rows.tolist(), sides, strict=True)]
+        codes = notation.castled(state["pieces"][rows], words)
+        legal = notation.legal_of(state[rows])
+        place = legal.find(np.arange(len(rows)), codes)
+        for row in rows[place < 0].tolist():
+            faults[row] = "illegal move"
+            details[row] = f"move {step + 1}, '{moves[row][step]}', is not legal there"
+        if step % 2:
+            weight = np.zeros(len(legal.index), "<u2")
+            weight[place[place >= 0]] = 65535
+            batches.append(legal.batch(state[rows], weight))
+            owners.append(rows)
+        rows, codes = rows[place >= 0], codes[place >= 0]
+        state[rows] = play(state[rows], codes.astype(np.uint16))
+    owner = np.concatenate(owners)
+    solved = np.array([not fault for fault in faults], bool)
+    order = np.argsort(owner, kind="stable")  # puzzle by puzzle; within one the steps are in order already
+    return select(concat(batches, LAYOUT), order[solved[owner[order]]], LAYOUT)
+
+
+# Evaluations
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """No options."""
+
+    source: ClassVar[str] = "evaluations"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        with notation.opened(path) as file:
+            if not file.read(1 << 16).lstrip().startswith(b"{"):
+                raise ValueError(f"{path} has no JSON object in its first line: give Lichess's evaluations")
+        yield from notation.lines_in_parts(path, PART)
+
+    def read(self, part: Part) -> ParseResult:
+        lines, entries = notation.lines_of(part), Entries(part)
+        found = list(notation.usable(lines, deepest, entries))
+        records, faults = notation.read_fens([fen for _, (fen, _) in found], self.source)
+        row = np.array([row for row, (_, (_, pvs)) in enumerate(found) for _ in pvs], np.int64)
+        pvs = [pv for _, (_, pvs) in found for pv in pvs]
+        side = records["side"][row]
+        words = [notation.code_of(uci, black) for (uci, _), black in zip(pvs, side.tolist(), strict=True)]
+        codes = notation.castled(records["pieces"][row], words)
+        details = [f"FEN '{fen}'" for _, (fen, _) in found]
+        for item in np.flatnonzero(notation.legal_of(records).find(row, codes) < 0).tolist():
+            if not faults[row[item]]:
+                faults[row[item]] = "illegal move"
+                details[row[item]] = f"'{pvs[item][0]}' is not legal in '{found[row[item]][1][0]}'"
+        stored = _settle(entries, lines, found, faults, details)
+        good = np.array([not fault for fault in faults], bool)
+        items = good[row]
+        score = (np.array([white for _, white in pvs], np.int64) * np.where(side == 1, -1, 1))[items]
+        records, row = records[good], (np.cumsum(good) - 1)[row[items]]
+        legal, best = notation.legal_of(records), np.full(len(records), -MATE)
+        np.maximum.at(best, row, score)
+        level = np.full(len(legal.index), NO_WEIGHT)
+        behind = (values(best)[row] - values(score) + STEP // 2) // STEP
+        np.minimum.at(level, legal.find(row, codes[items]), np.minimum(behind, NO_WEIGHT))
+        records["wdl"] = wdl_of_score(best)
+        records["game"] = ids_of(records)
+        return entries.result(legal.batch(records, weights_of(level, legal.offset)), len(lines), stored)
+
+
+def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:
+    """(FEN, [(first move, score from White's side), ...]) of a line's deepest evaluation. Raises Unusable."""
+    try:
+        entry: Any = json.loads(line)
+        evaluation: Any = max(entry["evals"], key=lambda one: one["depth"], default=None)
+        pvs = [(pv["line"].split()[0], _score(pv)) for pv in evaluation["pvs"]]
+        fen = entry["fen"]
+    except (ValueError, RecursionError) as error:
+        raise notation.Unusable("not JSON", str(error)) from None
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise notation.Unusable("fields are missing", f"{type(error).__name__} {error}") from None
+    if not pvs or not isinstance(fen, str):
+        raise notation.Unusable("fields are missing", "no variation, or a FEN of another kind")
+    return fen, pvs
+
+
+def _score(pv: dict[str, Any]) -> int:
+    """The score of a variation; KeyError, TypeError without one."""
+    kind = "cp" if "cp" in pv else "mate"
+    if not isinstance(pv[kind], int):
+        raise TypeError(f"{kind} is {pv[kind]!r}")
+    return score_of(kind, pv[kind])

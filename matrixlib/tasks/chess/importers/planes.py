@@ -1,0 +1,426 @@
+"""Readers of other programs' training data, which hold planes and policies: Leela Chess Zero's and Matrix0's.
+
+Leela's, version 6: .gz files of one game each, and .tar files of those. A record has the shares of visits as policy,
+the value of the search as win-draw-loss, and the game's result. Positions stand there from the side to move, ranks
+mirrored for Black as in our own record. Only the newest of the eight is read, and the one before where the format does
+not tell the en-passant file otherwise. From format 3 on a position without castling rights is turned into a canonical
+one of up to eight, and turned back here. Nothing says which ply of its game a record is: `ply` counts the records of
+the file, made even for White. Leela's repetition plane does not tell one earlier occurrence from several.
+
+Matrix0's: NPZ files of planes s (N,19,8,8), policy pi (N,4672) and value z (N,). The planes are absolute (White's
+view), without en passant and repetition, so an en-passant capture is taken to be possible where `legal_mask`, or
+without one the policy, has it. z is a number from the side to move, made of the result and the search's value; it is
+stored as the win-draw-loss with that expectation and as many draws as that allows (at move 32, Stockfish's own model
+agrees to 0.005). The result itself is known only in self-play files, which hold one game and say how it ended
+(`meta_result`). Files of many games do not say where one ends: a file is one game to the split, so that nothing leaks.
+"""
+
+import io
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.shards import Batch, concat, ragged_rows
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.importers.notation import Legal, blank, classes_of, legal_of, standing_rights
+from matrixlib.tasks.chess.keys import game_id
+from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, Records, absolute_index, playable, to_board
+from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
+
+TOLERANCE = 0.01  # of the policy's sum, of the bounds of a value, of planes that hold 0 or 1
+Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a file, with the reason
+
+
+# Both
+
+
+def records_of(boards: NDArray[np.uint64], rights: NDArray[np.int64], source: str, faults: Faults) -> Records:
+    """Records (N,) of oriented bitboards (N, 12) with castling rights (N,). What is wrong is added to `faults`."""
+    faults.append((~playable(boards), "not a position of chess"))
+    records = blank(len(boards), source)
+    records["pieces"] = bitboard.pieces_of(boards)
+    records["castling"] = standing_rights(rights, records["pieces"])
+    faults.append((records["castling"] != rights, "castling without king or rook"))
+    return records
+
+
+def usable_rows(
+    entries: Entries,
+    records: Records,
+    legal: Legal,
+    shares: NDArray[np.float32],
+    faults: Faults,
+    detail: Callable[[int, str], str],
+    deleted: NDArray[np.bool_] | np.bool_ = np.False_,
+) -> Batch:
+    """The batch of the records (N,) without a fault, whose legal moves have these shares (K,); the others are refused
+    for the first of their faults, but for those to be deleted (N,)."""
+    reasons = {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask & ~deleted).tolist()}
+    for row, reason in reasons.items():
+        entries.refuse(row, reason, detail(row, reason), to_board(records[row]).fen())
+    good = np.ones(len(records), bool) & ~deleted
+    good[list(reasons)] = False
+    places, offset = ragged_rows(legal.offset, np.flatnonzero(good))
+    weight = whole_shares(np.rint(shares[places] * 1e9).astype(np.int64), offset)
+    return Legal(legal.moves[places], legal.index[places], offset).batch(records[good], weight)
+
+
+# Leela's
+
+
+VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
+FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # CANONICAL: formats from here on
+FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
+LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
+VALUES = (
+    *("root_q", "best_q", "root_d", "best_d", "root_m", "best_m", "plies_left", "result_q", "result_d"),
+    *("played_q", "played_d", "played_m", "original_q", "original_d", "original_m"),
+)
+V6 = np.dtype(
+    [
+        ("version", "<u4"),
+        ("input_format", "<u4"),
+        ("probabilities", "<f4", POLICY),
+        # newest first; ours P N B R Q K, theirs, repetition; a byte is a rank, its highest bit file a
+        ("planes", "u1", (8, 13, 8)),
+        # our queen's side, our king's, theirs; from format 2 on the rook's file as a bit
+        ("castling", "u1", 4),
+        # 1: Black to move; from format 3 on the file of en passant as a bit
+        ("side", "u1"),
+        ("rule50", "u1"),
+        # 1 flip, 2 mirror, 4 transpose, 16 game too long, 64 to be deleted, 128 Black to move
+        ("flags", "u1"),
+        ("unused", "u1"),
+        *((name, "<f4") for name in VALUES),
+        ("visits", "<u4"),
+        ("played", "<u2"),
+        ("best", "<u2"),
+        ("divergence", "<f4"),
+        ("reserved", "<u4"),
+    ]
+)
+ROOKS = np.array([1, 128, 1, 128], np.uint8)  # `castling` of standard chess: files a and h
+REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bytes bit by bit
+
+
+def _transforms() -> NDArray[np.int64]:
+    """(8, 64): where each square goes by a transform: the files turned, then the ranks, then mirrored in h1-a8."""
+    square, transform = np.arange(64), np.arange(8)[:, None]
+    turned = square ^ np.where(transform & FLIP, 7, 0) ^ np.where(transform & MIRROR, 56, 0)
+    return np.where(transform & TRANSPOSE, (7 - turned % 8) * 8 + 7 - turned // 8, turned)
+
+
+TRANSFORMS = _transforms()
+
+
+def version_of(data: bytes) -> int:
+    """The version in the first record; of less than that, the one that could be read."""
+    return int.from_bytes(data[:4], "little") if len(data) >= 4 else VERSION
+
+
+def inflate(data: bytes) -> bytes:
+    """What is in a .gz file, as far as it goes. One that is cut short or damaged ends within a record.
+
+    ValueError for more than a game can hold.
+    """
+    out = b""
+    while data:
+        stream = zlib.decompressobj(31)
+        try:
+            out += stream.decompress(data, LONGEST)
+        except zlib.error:
+            break
+        if stream.unconsumed_tail or len(out) > LONGEST:
+            raise ValueError(f"holds more than {LONGEST >> 20} MiB, which is no game")
+        if not stream.eof:
+            break
+        data = stream.unused_data.lstrip(b"\0")  # some programs pad
+    return out + b"\0" * (bool(data) and len(out) % V6.itemsize == 0)
+
+
+def games_of(path: Path) -> Iterator[bytes]:
+    """The data of each game of a file; nothing for a member of a .tar that is no game. ValueError where it is none."""
+    if ".tar" not in path.suffixes and path.suffix != ".tgz":
+        data = inflate(path.read_bytes())
+        if version_of(data) not in KNOWN_VERSIONS:
+            raise ValueError(f"holds no training data of Leela: its first bytes are {data[:4]!r}")
+        yield data
+        return
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # or the list of all members grows
+                file = archive.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    data = file.read(LONGEST + 1) if member.name.endswith(".gz") else b""
+                    if len(data) > LONGEST:
+                        raise ValueError(f"'{member.name}' in it has more than {LONGEST >> 20} MiB, which is no game")
+                    yield inflate(data)
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"is cut short or no .tar file ({error}): restore it from a copy") from error
+
+
+@dataclass(frozen=True)
+class Lc0:
+    """value: the search's value of the root, or that of its best move."""
+
+    source: ClassVar[str] = "lc0"
+    value: Literal["root", "best"] = "root"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        first = 0
+        try:
+            for number, data in enumerate(games_of(path)):
+                yield Part(number, first, data)
+                # Its records, with one that is cut short; 1 if there are none
+                first += max(1, -(-len(data) // V6.itemsize)) if version_of(data) == VERSION else 1
+        except ValueError as error:
+            raise ValueError(f"{path} {error}") from error
+
+    def read(self, part: Part) -> ParseResult:
+        entries, version = Entries(part), version_of(part.data)
+        if not part.data:
+            entries.skipped["not a game"] = 1
+        elif version not in KNOWN_VERSIONS:
+            entries.refuse(0, "not training data", f"{part.data[:4]!r}", "", 0)
+        elif version != VERSION:
+            remedy = "only version 6 is read: convert it with Leela's rescorer"
+            entries.refuse(0, f"version {version} of the format", remedy, "", 0)
+        if not part.data or version != VERSION:
+            return entries.result(concat([], LAYOUT), 1)
+        count, rest = divmod(len(part.data), V6.itemsize)
+        raw = np.frombuffer(part.data, V6, count)
+        faults: Faults = []
+        records, transform = leela_records(raw, faults)
+        records["result"], records["wdl"] = values_of(raw, self.value, faults)
+        records["game"] = game_id("lc0", part.data)
+        share = raw["probabilities"]
+        total = np.where(share > 0, share, 0).sum(1, dtype=np.float64)
+        faults.append((~np.isfinite(share).all(1) | ~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1"))
+        legal = legal_of(records)
+        owner = np.repeat(np.arange(count), np.diff(legal.offset))
+        number = numbers_of(legal, records, transform, share)
+        listed = share[owner, number]
+        both = np.bincount(owner, listed >= 0, count)
+        differ = (both != np.diff(legal.offset)) | (both != (share >= 0).sum(1))
+        faults.append((differ, "legal moves differ"))
+
+        def detail(row: int, reason: str) -> str:
+            if reason != "legal moves differ":
+                return f"input format {raw['input_format'][row]}, flags {raw['flags'][row]}"
+            names = map(move_name, np.setxor1d(number[owner == row], np.flatnonzero(share[row] >= 0)).tolist())
+            return f"(as its mover sees the board) in one list only: {', '.join(sorted(names))}"
+
+        deleted = raw["flags"] & DELETED != 0
+        entries.skipped["marked for deletion"] = int(deleted.sum())
+        batch = usable_rows(entries, records, legal, np.maximum(listed, 0), faults, detail, deleted)
+        if rest:
+            left = f"{rest} of {V6.itemsize} bytes are there: restore the file from a copy"
+            entries.refuse(count, "cut short", left, "")
+        return entries.result(batch, count + (rest > 0))
+
+
+def leela_records(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArray[np.int64]]:
+    """Records (N,) of V6 (N,) without targets, and their transforms. What is wrong is added to `faults`."""
+    kind = raw["input_format"]
+    faults.append((raw["version"] != VERSION, "another version within the file"))
+    faults.append((np.isin(kind, ARMAGEDDON), "Armageddon rules"))
+    faults.append((~np.isin(kind, (*FORMATS, *ARMAGEDDON)), "unknown input format"))
+    canonical = kind >= CANONICAL
+    transform = np.where(canonical, raw["flags"] & 7, 0).astype(np.int64)
+    bits = np.unpackbits(raw["planes"][:, :2], axis=-1).reshape(-1, 26, 64)
+    bits = np.take_along_axis(bits, TRANSFORMS[transform][:, None, :], axis=2)
+    boards = np.packbits(bits, axis=-1, bitorder="little").view("<u8")[:, :, 0].astype(np.uint64)
+    newest = boards[:, :12]
+    turned = (transform & (MIRROR | TRANSPOSE) != 0) & (newest[:, 0] | newest[:, 6] != 0)
+    faults.append((turned | (transform != 0) & raw["castling"].any(1), "transform is no symmetry"))
+    plain = (raw["castling"] != 0) * ROOKS
+    rooks = np.where((kind > 1)[:, None], raw["castling"], plain)
+    faults.append(((rooks != plain).any(1), "Chess960 castling"))
+    records = records_of(newest, ((plain != 0) * np.array([2, 1, 8, 4])).sum(1), "lc0", faults)
+    column = np.where(transform & FLIP, REVERSED[raw["side"]], raw["side"])
+    # Formats without it: a pawn of theirs that stood on its second rank one ply ago and stands on its fourth now.
+    before, now = boards[:, 19], newest[:, 6]
+    pushed = (before & ~now) >> np.uint64(48) & (now & ~before) >> np.uint64(32) & np.uint64(255)
+    column = np.where(canonical, column, pushed.astype(np.uint8))
+    faults.append((np.bitwise_count(column) > 1, "several en-passant files"))
+    file = np.where(column != 0, np.log2(np.maximum(column, 1)).astype(np.int64), -1)
+    records["en_passant"] = bitboard.legal_en_passant(records["pieces"], file)
+    records["halfmove"] = raw["rule50"]
+    records["repetition"] = bits[:, 12].any(1)
+    records["side"] = np.where(canonical, raw["flags"] >> 7, raw["side"] != 0)
+    ply = np.arange(len(raw))
+    records["ply"] = np.minimum(ply + (ply % 2 != records["side"]), 65535)
+    return records, transform
+
+
+def values_of(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """Result (N,) and win-draw-loss (N, 3) as a record has them. What is wrong is added to `faults`."""
+    q, d = raw[f"{value}_q"].astype(np.float64), raw[f"{value}_d"].astype(np.float64)
+    wdl = np.stack([(1 - d + q) / 2, d, (1 - d - q) / 2], axis=1)
+    good: NDArray[np.bool_] = wdl.min(axis=1) > -TOLERANCE  # false for what is not finite
+    faults.append((~good, "value is no probability"))
+    wdl = np.clip(np.where(good[:, None], wdl, 1 / 3), 0, 1)
+    result, drawn = raw["result_q"], raw["result_d"]
+    known = raw["flags"] & TOO_LONG == 0
+    sure = np.isin(result, (-1, 0, 1)) & (drawn == (result == 0))
+    faults.append((known & ~sure, "result is neither win, draw nor loss"))
+    points = np.where(known & sure, np.nan_to_num(result), UNKNOWN).astype(np.int8)
+    return points, wdl_of_shares(wdl / wdl.sum(1, keepdims=True))
+
+
+def numbers_of(
+    legal: Legal, records: Records, transform: NDArray[np.int64], shares: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """Leela's numbers (K,) of all legal moves of records (N,), whose shares (N, 1858) say how castling is written."""
+    row = np.repeat(np.arange(len(records)), np.diff(legal.offset))
+    code = legal.moves.astype(np.int64)
+    s, t, promotion = code & 63, code >> 6 & 63, code >> 12
+    turn = transform[row]
+    number = MOVES[promotion, TRANSFORMS[turn, s], TRANSFORMS[turn, t]].astype(np.int64)
+    castling = (records["pieces"][row, 2] & 15 == bitboard.KING) & (s == 4) & (np.abs(t - s) == 2)
+    # King takes rook; older programs wrote the king's own two squares, which no other move of a king can mean.
+    onto = MOVES[0, 4, np.where(t == 6, 7, 0)].astype(np.int64)
+    return np.where(castling & (shares[row, onto] >= 0), onto, number)
+
+
+# Matrix0's
+
+
+NAMES = {  # array -> its names, and the shape of a row
+    "s": (("s", "states", "positions"), (19, 8, 8)),
+    "pi": (("pi", "policy", "policy_targets"), (bitboard.POLICY_SIZE,)),
+    "z": (("z", "value", "values", "value_targets"), ()),
+    "legal_mask": (("legal_mask",), (bitboard.POLICY_SIZE,)),
+}
+NEEDED = ("s", "pi", "z")
+ROWS = 256  # in a part: 6 MB
+COVERAGE = 0.999  # share of the policy that must lie on legal moves
+RESULT_BYTES = 4096  # of the member with a game's result, at most: it is packed, and might unpack to anything
+
+
+def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file by our names for them, with `game` and `result`, the game's from White's side (2 unknown).
+
+    Every byte is checked. ValueError says what is missing, there twice, or of another kind or shape.
+    """
+    with np.load(path, allow_pickle=False) as archive:
+        found: dict[str, NDArray[Any]] = {}
+        for array, (names, row) in NAMES.items():
+            ours = [name for name in names if name in archive.files]
+            if len(ours) > 1 or (not ours and array in NEEDED):
+                words = f"{', '.join(ours)} at once" if ours else f"no array '{array}' (nor {', '.join(names[1:])})"
+                raise ValueError(f"it holds {words}; there are {', '.join(archive.files)}")
+            for name in ours:
+                values = archive[name]
+                if array == "z" and values.shape[1:] == (1,):
+                    values = values[:, 0]
+                shape = (len(found["s"]) if found else values.shape[0] if values.ndim else 0, *row)
+                if values.dtype.kind not in "fiub" or values.shape != shape:
+                    raise ValueError(f"'{name}' must be numbers of shape {shape}, not {values.dtype} {values.shape}")
+                found[array] = values
+        info = archive.zip.infolist() if archive.zip else []
+        game = game_id("matrix0", repr(sorted((item.filename, item.CRC) for item in info)))
+        size = {item.filename: item.file_size for item in info}.get("meta_result.npy", RESULT_BYTES + 1)
+        known = archive["meta_result"].reshape(-1) if size <= RESULT_BYTES else np.zeros(0)
+    result = int(known[0]) if known.size == 1 and known[0] in (-1, 0, 1) else UNKNOWN
+    return found | {"game": np.array(game, np.uint64), "result": np.array(result)}
+
+
+@dataclass(frozen=True)
+class Matrix0Data:
+    """No options."""
+
+    source: ClassVar[str] = "matrix0"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        try:
+            found = _arrays_of(path)
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged or no NPZ file of Matrix0's data: {error}") from error
+        for number, start in enumerate(range(0, len(found["z"]), ROWS)):
+            data = io.BytesIO()
+            rows = {name: array[start : start + ROWS] if array.ndim else array for name, array in found.items()}
+            np.savez(data, **rows)  # type: ignore[arg-type]
+            yield Part(number, start, data.getvalue())
+
+    def read(self, part: Part) -> ParseResult:
+        with np.load(io.BytesIO(part.data), allow_pickle=False) as arrays:
+            s, pi, z = (arrays[name].astype(np.float32, order="C") for name in NEEDED)
+            mask = arrays["legal_mask"] != 0 if "legal_mask" in arrays else None
+            game, white = arrays["game"], int(arrays["result"])
+        faults: Faults = []
+        records = matrix0_records(s, faults)
+        black = records["side"] == 1
+        pi[black] = pi[black][:, absolute_index]
+        if mask is not None:
+            mask[black] = mask[black][:, absolute_index]
+        files = passed_files(records["pieces"], pi > 0 if mask is None else mask)
+        records["en_passant"] = bitboard.legal_en_passant(records["pieces"], files)
+        records["game"] = game
+        if white != UNKNOWN:
+            records["result"] = np.where(black, -white, white)
+        points = np.clip(np.nan_to_num(z.astype(np.float64)), -1, 1)
+        won, lost = np.maximum(points, 0), np.maximum(-points, 0)
+        records["wdl"] = wdl_of_shares(np.stack([won, 1 - won - lost, lost], axis=1))
+        faults.append((~(np.abs(z) <= 1 + TOLERANCE), "value is not from -1 to 1"))
+        faults.append((~(np.isfinite(pi) & (pi >= 0)).all(1), "policy is negative or not finite"))
+        total = pi.sum(1, dtype=np.float64)
+        faults.append((~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1"))
+        legal = legal_of(records)
+        owner = np.repeat(np.arange(len(records)), np.diff(legal.offset))
+        share = pi[owner, legal.index]
+        coverage = np.bincount(owner, share, len(records)) / np.where(total > 0, total, 1)
+        faults.append((~(coverage >= COVERAGE), "policy on illegal moves"))
+        if mask is not None:
+            listed = np.bincount(owner, mask[owner, legal.index], len(records))
+            faults.append(((listed != np.diff(legal.offset)) | (listed != mask.sum(1)), "legal moves differ"))
+
+        def detail(row: int, reason: str) -> str:
+            return f"sum of the policy {total[row]:.3f}, of it {coverage[row]:.1%} on legal moves, value {z[row]:.3f}"
+
+        entries = Entries(part)
+        return entries.result(usable_rows(entries, records, legal, share, faults, detail), len(records))
+
+
+def matrix0_records(s: NDArray[np.float32], faults: Faults) -> Records:
+    """Records (N,) of planes (N, 19, 8, 8), without en passant and targets. What is wrong is added to `faults`."""
+    constant = s[:, 12:, 0, 0]  # planes of one value each
+    bits = s[:, :12, ::-1] > 0.5  # row 0 is rank 8
+    good = (np.abs(s[:, :12, ::-1] - bits) <= TOLERANCE).all((1, 2, 3))
+    good &= (np.abs(constant[:, :5] - (constant[:, :5] > 0.5)) <= TOLERANCE).all(1)
+    good &= (np.abs(constant - 0.5) <= 0.51).all(1)
+    good &= (s[:, 12:] == constant[:, :, None, None]).all((1, 2, 3))
+    faults.append((~good, "planes are not Matrix0's"))
+    boards = np.packbits(bits, axis=-1, bitorder="little").reshape(-1, 12, 8).view("<u8")[:, :, 0].astype(np.uint64)
+    black = constant[:, 0] < 0.5
+    boards[black] = np.roll(boards[black], 6, axis=1).byteswap()
+    rights = ((constant[:, 1:5] > 0.5) * [1, 2, 4, 8]).sum(1)
+    rights = np.where(black, rights >> 2 | (rights & 3) << 2, rights)
+    records = records_of(boards, rights, "matrix0", faults)
+    numbers = np.clip(np.nan_to_num(constant[:, 5:]), 0, 1) * [99, 199]
+    records["halfmove"], full = np.rint(numbers).astype(np.int64).T
+    records["side"] = black
+    records["ply"] = np.maximum(2 * full - 2, 0) + black
+    return records
+
+
+def passed_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The file (N,) on which a move of `mask` (N, 4672, oriented) takes en passant, -1 where none does."""
+    classes = classes_of(pieces)
+    files = np.full(len(pieces), -1, np.int64)
+    for origin in range(32, 40):
+        for target in (target for target in (origin + 7, origin + 9) if target >> 3 == 5):
+            takes = mask[:, bitboard.POLICY_INDEX[origin | target << 6]] & (classes[:, origin] == bitboard.PAWN)
+            takes &= (classes[:, target] == bitboard.EMPTY) & (classes[:, target - 8] == bitboard.PAWN + 6)
+            files[takes] = target & 7
+    return files
