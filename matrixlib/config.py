@@ -54,16 +54,16 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _lists(cls, data: Any) -> Any:
-        """YAML has no tuples."""
+    def _tuples(cls, data: Any) -> Any:
+        """YAML has none."""
+
+        def made(value: Any) -> Any:
+            return tuple(map(made, value)) if isinstance(value, list) else value
+
         if not isinstance(data, Mapping):
             return data
-        tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
-        return {key: _as_tuple(value) if key in tuples else value for key, value in data.items()}
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
+        names = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        return {key: made(value) if key in names else value for key, value in data.items()}
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
@@ -291,21 +291,19 @@ class Config(Section):
 class _UniqueLoader(yaml.SafeLoader):
     """SafeLoader that refuses a duplicate key: PyYAML silently keeps the last."""
 
-
-def _unique_mapping(loader: _UniqueLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    lines: dict[Any, int] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if not isinstance(key, str):
-            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes")
-        line = key_node.start_mark.line + 1
-        if key in lines:
-            raise ConfigError(f"key '{key}' stands twice (lines {lines[key]} and {line}); keep one")
-        lines[key] = line
-    return loader.construct_mapping(node, deep=True)
+    def mapping(self, node: yaml.MappingNode) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node), key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigError(f"line {line}: key {key!r} is not a word; put it in quotes")
+            if key in lines:
+                raise ConfigError(f"key '{key}' stands twice (lines {lines[key]} and {line}); keep one")
+            lines[key] = line
+        return self.construct_mapping(node, deep=True)
 
 
-_UniqueLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+_UniqueLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _UniqueLoader.mapping)
 
 
 def read_yaml(text: str, name: str) -> dict[str, Any]:
@@ -315,12 +313,9 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
     """
     try:
         data = yaml.load(text, _UniqueLoader)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply; sections hold options, and these no deep mappings") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (ConfigError, RecursionError, yaml.YAMLError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{name}: {'' if isinstance(error, ConfigError) else 'not valid YAML: '}{what}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{name}: expected sections like 'model:', got {type(data).__name__}")
     return data
@@ -391,53 +386,30 @@ def nearest(word: str, known: list[str]) -> str:
 def _explain(errors: Sequence[Any], schema: type[Section], prefix: str) -> list[str]:
     """One message a key, in words."""
     messages: dict[str, list[str]] = {}
-    inputs: dict[str, Any] = {}
+    got: dict[str, str] = {}
     for item in errors:
-        where = [str(part) for part in item["loc"]]
-        key = prefix + ".".join(_written(where, schema))
+        section, path = schema, list[str]()
+        for part in map(str, item["loc"]):  # after the key come pydantic's names of a union's alternatives
+            path.append(part)
+            inner = section.model_fields[part].annotation if part in section.model_fields else None
+            if not (isinstance(inner, type) and issubclass(inner, Section)):
+                break
+            section = inner
+        key = prefix + ".".join(path)
         if item["type"] == "extra_forbidden":
-            section = _section_at(where[:-1], schema)
-            known, old = sorted(section.model_fields), prefix + ".".join(where)
-            text = f"unknown key '{old}'{nearest(where[-1], known)} (known: {', '.join(known)})"
-            messages.setdefault(text, [])
+            known = sorted(section.model_fields)
+            messages[f"unknown key '{key}'{nearest(path[-1], known)} (known: {', '.join(known)})"] = []
         elif item["type"] == "missing":
-            text = f"key '{key}' is missing"
-            messages.setdefault(text, [])
+            messages[f"key '{key}' is missing"] = []
         else:
-            messages.setdefault(f"'{key}'", []).append(item["msg"].removeprefix("Value error, "))
-            inputs[f"'{key}'"] = item["input"]
-    return [
-        key
-        + (f": {' or: '.join(texts)}" if texts else "")
-        + (f", got {_short(inputs[key])}" if key in inputs and not isinstance(inputs[key], Mapping) else "")
-        for key, texts in messages.items()
-    ]
+            messages.setdefault(f"'{key}': ", []).append(item["msg"].removeprefix("Value error, "))
+            got[f"'{key}': "] = "" if isinstance(item["input"], Mapping) else f", got {_short(item['input'])}"
+    return [key + " or: ".join(texts) + got.get(key, "") for key, texts in messages.items()]
 
 
 def _short(value: Any) -> str:
-    """A value as Python writes it, cut off where it is long, however deep it goes."""
-    limits = reprlib.Repr()
-    limits.maxstring = limits.maxother = limits.maxlong = 200
-    limits.maxlevel, limits.maxlist, limits.maxtuple, limits.maxdict = 3, 20, 20, 20
-    return limits.repr(value)[:400]
-
-
-def _written(where: list[str], schema: type[Section]) -> list[str]:
-    """A key as it is written, without pydantic's names of a union's alternatives."""
-    section: Any = schema
-    for depth, part in enumerate(where):
-        field = section.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
-            return where[: depth + 1]
-        section = field.annotation
-    return where
-
-
-def _section_at(path: list[str], schema: type[Section]) -> type[Section]:
-    section: type[Section] = schema
-    for part in path:
-        section = section.model_fields[part].annotation  # type: ignore[assignment]
-    return section
+    """A value as Python writes it, cut off where it is long; aliases of YAML make small texts huge values."""
+    return repr(value)[:400] if isinstance(value, str) else reprlib.repr(value)[:400]
 
 
 def dump(config: Section) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,8 +26,8 @@ PARAMS = (CHECKOUT or PACKAGE) / "params"
 NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
 NAME_BYTES = 200
 """Of a run's name at most: file systems take 255, and names of files are made of it."""
-REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
-REFUSALS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class FolderError(ValueError):
@@ -123,36 +123,31 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no file: move it away")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): make it readable or move it away") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, not JSON ({error}): bring it back or move it away") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is damaged, not a JSON object: bring it back or move it away")
+        if not isinstance(data, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, no JSON object ({error}): bring it back or move it away") from error
     return data
 
 
 def plain(value: Any, where: str = "row") -> Any:
-    """`value` as standard JSON data: numbers that are not finite become strings, one-element tensors numbers.
+    """`value` as standard JSON data: numbers that are not finite become strings, arrays of one element numbers.
 
     Raises TypeError naming the place of anything that JSON cannot hold.
     """
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
-        if bad := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"{where}: key {bad[0]!r} is not a string")
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
-    item: Callable[[], Any] | None = getattr(value, "item", None)
-    if item is not None and getattr(value, "size", None) == 1:  # NumPy
-        return plain(item(), where)
-    if item is not None and callable(getattr(value, "numel", None)) and value.numel() == 1:  # torch
-        return plain(item(), where)
-    raise TypeError(f"{where}: {type(value).__name__} is not a number, string, list or mapping")
+    try:
+        return plain(value.item(), where)  # NumPy's and torch's
+    except (AttributeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise TypeError(f"{where}: {kind} is not a number, a string, a list or a mapping of strings") from error
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

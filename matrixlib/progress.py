@@ -74,10 +74,6 @@ def text_bar(**options: Any) -> Any:
                 self.told = self.n
                 print(f"{clock_time()}  {self}", file=self.fp, flush=True)
 
-        @classmethod
-        def write(cls, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
-            print(s, file=file or sys.stderr, end=end, flush=True)  # there is no bar to clear
-
         def close(self) -> None:
             if not self.disable and self.n != self.told and time.monotonic() > self.pace.last:
                 self.pace.last = -math.inf  # where it ended is always told

@@ -1,6 +1,5 @@
 """The commands and the Python of the documents, run as they stand there, only on less."""
 
-import itertools
 import os
 import random
 import re
@@ -8,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,7 @@ WORDS = {
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
 DONE: set[str] = set()
-"""What the commands so far have shown."""
+"""Commands so far."""
 TINY: dict[str, Any] = {  # over the demo
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1, "ssl": ["threat", "control"]},
@@ -67,7 +65,6 @@ HEADER = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,Ga
 
 
 def replaced(text: str) -> str:
-    """The text with its WORDS replaced."""
     for word, other in WORDS.items():
         text = text.replace(word, other)
     return text
@@ -110,10 +107,6 @@ def puzzles(games: list[chess.pgn.Game]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def packed(path: Path, text: str) -> None:
-    path.write_bytes(zstandard.compress(text.encode()))
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the documents speak of it: notebooks and params, files to bring in, a finished run."""
@@ -123,8 +116,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     games = random_games(80, 40)
-    packed(folder / "games.pgn.zst", "\n\n".join(map(str, games)))
-    packed(folder / "lichess_db_puzzle.csv.zst", puzzles(games))
+    for name, text in {"games.pgn": "\n\n".join(map(str, games)), "lichess_db_puzzle.csv": puzzles(games)}.items():
+        (folder / f"{name}.zst").write_bytes(zstandard.compress(text.encode()))
     (folder / "puzzles.csv").write_text(puzzles(games[:20]))
     (folder / "engine_matches.pgn").write_text("\n\n".join(map(str, random_games(3, 20))))
     (folder / "a.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
@@ -163,34 +156,10 @@ def run(command: str, folder: Path, typed: str = "") -> str:
     return done.stdout
 
 
-def shows(command: str) -> set[str]:
-    """What a command of papermill shows: its notebook with each parameter, and with each key of a mapping."""
-    words = shlex.split(command)
-    if "papermill" not in words:
-        return {command}
-    notebook = Path(words[words.index("papermill") + 1]).name
-    found = {notebook}
-    for flag, value in itertools.pairwise(words):
-        if flag == "-p":
-            found.add(f"{notebook} {value}")
-        elif flag == "-y":
-            found |= {f"{notebook} {key}" for key in keys(yaml.safe_load(value))}
-    return found
-
-
-def keys(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """Of a nested mapping, with dots."""
-    for name, value in mapping.items():
-        if isinstance(value, Mapping) and value:
-            yield from (f"{name}.{key}" for key in keys(value))
-        else:
-            yield name
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
-    """One after the other, as a reader would; one that shows nothing beyond those before it is left out.
+    """One after the other, as a reader would.
 
     In `make test` test_docs.py checks names and parameters, and the notebooks' own tests run them.
     """
@@ -198,8 +167,9 @@ def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
         if line.split()[0] in ELSEWHERE:
             continue
         command = smaller(line)
-        if shows(command) <= DONE:
+        if command in DONE:
             continue
+        DONE.add(command)
         if "sample.ipynb" in command or "engine_elo" in command:
             try:
                 find_stockfish()
@@ -211,7 +181,6 @@ def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
             assert re.search(r"^bestmove [a-h][1-8]", output, re.MULTILINE)
         else:
             run(command.replace("tiny.yaml", str(place / "tiny.yaml")), place)
-        DONE.update(shows(command))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", [page])], ids=lambda page: page.stem)

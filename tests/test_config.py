@@ -23,31 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = (ROOT / "params" / "demo.yaml").read_text(encoding="utf-8")
 
 
-def test_a_duplicate_key_is_refused_with_its_lines() -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", r"mine\.yaml: key 'b' stands twice \(lines 2 and 4\)"),
+        ("list: [{x: 1, x: 2}]", "stands twice"),
+        (DEMO + "\ntask: latin\n", "'task' stands twice"),
+        *((text, r"mine\.yaml: not valid YAML") for text in ("a: [1", "a: b: c", "\tx: 1")),
+        *((text, "expected sections") for text in ("", "- 1", "word")),
+        ("on: 1", "key True is not a word"),
+    ],
+)
+def test_yaml_that_is_no_configuration_is_refused(text: str, message: str) -> None:
     assert yaml.safe_load("a: 1\na: 2") == {"a": 2}  # the trap
-    with pytest.raises(ConfigError, match=r"demo: key 'b' stands twice \(lines 2 and 4\)"):
-        read_yaml("a:\n  b: 1\n  c: 2\n  b: 3\n", "demo")
-    with pytest.raises(ConfigError, match="stands twice"):
-        read_yaml("list: [{x: 1, x: 2}]", "demo")
-    with pytest.raises(ConfigError, match="'task' stands twice"):
-        read_yaml(DEMO + "\ntask: latin\n", "demo.yaml")
-
-
-@pytest.mark.parametrize("text", ["a: [1", "a: b: c", "\tx: 1"])
-def test_bad_yaml_names_the_file(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"mine\.yaml: not valid YAML"):
+    with pytest.raises(ConfigError, match=message):
         read_yaml(text, "mine.yaml")
-
-
-@pytest.mark.parametrize("text", ["", "- 1", "word"])
-def test_only_a_mapping_will_do(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected sections"):
-        read_yaml(text, "mine.yaml")
-
-
-def test_a_key_that_yaml_reads_as_no_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="key True is not a word"):
-        read_yaml("on: 1", "demo")
 
 
 def test_3e_4_is_a_number_where_a_float_is_wanted() -> None:
@@ -59,21 +49,15 @@ def test_3e_4_is_a_number_where_a_float_is_wanted() -> None:
 @pytest.mark.parametrize(
     "section, key, value",
     [
-        ("train", "batch_size", "3"),
         ("train", "batch_size", "3e2"),
         ("train", "batch_size", True),
         ("train", "batch_size", 128.0),
-        ("train", "batch_size", 0),
         ("train", "batch_size", None),
         ("train", "steps", "60"),
-        ("train", "steps", True),
-        ("train", "steps", "Auto"),
         ("data", "mirror", 1),
         ("data", "mirror", "yes"),
         ("data", "source", 3),
-        ("optim", "learning_rate", "fast"),
         ("optim", "learning_rate", "nan"),
-        ("optim", "learning_rate", "inf"),
         ("optim", "learning_rate", "3e-4 or so"),
         ("optim", "learning_rate", True),
         ("optim", "learning_rate", -1.0),
@@ -91,10 +75,6 @@ def test_nothing_else_is_coerced(section: str, key: str, value: Any) -> None:
         load("demo", {section: {key: value}})
 
 
-def test_an_integer_is_a_number_for_a_float() -> None:
-    assert load("demo", {"optim": {"clip_norm": 2}}).optim.clip_norm == 2.0
-
-
 @pytest.mark.parametrize(
     "overrides, says",
     [
@@ -109,16 +89,12 @@ def test_an_unknown_key_is_named_with_the_nearest(overrides: dict[str, Any], say
         load("demo", overrides)
 
 
-def test_a_key_that_may_be_auto_is_named_as_it_is_written() -> None:
+def test_every_bad_key_is_named_at_once_as_it_is_written() -> None:
     with pytest.raises(ConfigError) as caught:
-        load("demo", {"train": {"steps": "x"}, "runtime": {"channels_last": "maybe"}})
-    assert str(caught.value).count("'train.steps'") == str(caught.value).count("'runtime.channels_last'") == 1
+        load("demo", {"train": {"steps": "x"}, "runtime": {"channels_last": "maybe"}, "optim": {"beta1": 2.0}})
+    assert all(str(caught.value).count(f"'{key}'") == 1 for key in ("train.steps", "runtime.channels_last"))
+    assert "'optim.beta1': Input should be less than or equal to 1, got 2.0" in str(caught.value)
     assert "constrained" not in str(caught.value)
-
-
-def test_every_bad_key_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"train\.batch_size.*optim\.beta1|optim\.beta1.*train\.batch_size"):
-        load("demo", {"train": {"batch_size": "x"}, "optim": {"beta1": 2.0}})
 
 
 def leaves(section: type[Section], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -154,18 +130,13 @@ def test_a_preset_names_only_what_differs_from_the_defaults(name: str) -> None:
 
 def test_overrides_merge_into_the_depth_and_beat_the_preset() -> None:
     preset = load("demo")
-    config = load("demo", {"model": {"policy": {"rank": 7}}, "seed": 5})
-    assert (config.model.policy.rank, config.seed) == (7, 5)
+    config = load("demo", {"model": {"policy": {"rank": 7}}, "seed": 5, "optim": {"clip_norm": 2}})
+    assert (config.model.policy.rank, config.seed, config.optim.clip_norm) == (7, 5, 2.0)
     assert config.model.policy.channels == preset.model.policy.channels
-    assert difference(config, preset) == {"seed": (preset.seed, 5), "model.policy.rank": (preset.model.policy.rank, 7)}
-    assert difference(preset, preset) == {}
-    assert load("demo", None) == load("demo", {}) == preset
-
-
-def test_merge_changes_neither_argument() -> None:
+    assert difference(load("demo", {"seed": 5}), preset) == {"seed": (preset.seed, 5)}
     base, top = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}
     assert merge(base, top) == {"a": {"b": 3, "c": 2}, "d": 4}
-    assert (base, top) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4})
+    assert (base, top) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}), "neither argument is changed"
 
 
 def test_a_section_cannot_be_replaced_by_a_value() -> None:
@@ -175,16 +146,15 @@ def test_a_section_cannot_be_replaced_by_a_value() -> None:
         load("demo", {"seed": {"value": 3}})
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'dmeo', did you mean 'demo'\? \(presets: .*demo"):
-        load("dmeo")
-
-
-def test_a_preset_by_path(tmp_path: Path) -> None:
+def test_a_preset_by_name_or_path(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(DEMO + "seed: 9\n", encoding="utf-8")
     assert load(str(tmp_path / "mine.yaml")).seed == 9
-    with pytest.raises(ConfigError, match="unknown preset"):
-        load(str(tmp_path / "none.yaml"))
+    with pytest.raises(ConfigError, match=r"unknown preset 'dmeo', did you mean 'demo'\? \(presets: .*demo"):
+        load("dmeo")
+    for name in ("x" * 5000, "x" * 5000 + ".yaml", "a\0.yaml", "../README"):
+        with pytest.raises(ConfigError, match="unknown preset") as caught:
+            load(name)
+        assert len(str(caught.value)) < 4000
 
 
 @pytest.mark.parametrize("name", presets())
@@ -192,11 +162,6 @@ def test_every_preset_loads_and_comes_back_through_yaml(name: str) -> None:
     config = load(name)
     assert parse(dump(config), "back") == config
     assert parse(read_yaml(configuration.to_yaml(config), "back"), "back") == config
-
-
-def test_a_configuration_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load("demo").optim.learning_rate = 1.0  # type: ignore[misc]
 
 
 FRACTION = st.floats(0, 1)
@@ -222,12 +187,9 @@ CHANGES = {
 def test_valid_changes_survive_yaml_and_are_the_difference(changes: dict[str, Any]) -> None:
     nested: dict[str, Any] = {}
     for path, value in changes.items():
-        *sections, key = path.split(".")
-        inside: dict[str, Any] = {}
-        branch: Any = value
-        for part in reversed([*sections, key]):
-            inside = {part: branch}
-            branch = inside
+        inside = value
+        for part in reversed(path.split(".")):
+            inside = {part: inside}
         nested = merge(nested, inside)
     preset = load("demo")
     config = load("demo", nested)
@@ -249,30 +211,24 @@ def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) 
     "task, says",
     [
         ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe, melee;"),
-        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe, melee;"),
         ("no_such_module:TASK", "task 'no_such_module:TASK': cannot import 'no_such_module'"),
         ("math:TASK", "task 'math:TASK': module 'math' has no 'TASK'"),
         (":TASK", "task ':TASK': give a module and a name in it"),
-        (".x:TASK", "task '.x:TASK': give a module and a name in it"),
         ("math:pi", "task 'math:pi': pi is float, not a matrixlib.tasks.spec.TaskSpec"),
         (3, "key 'task' is 3; it is one of chess, latin, tictactoe, melee"),
-        ([], "key 'task' is []; it is one of chess, latin, tictactoe, melee"),
         (None, "key 'task' is missing; it is one of chess, latin, tictactoe, melee"),
     ],
 )
 def test_the_task_decides_the_schema(task: Any, says: str) -> None:
     assert type(load("demo")) is get_task("chess").config
     assert type(latin()) is get_task("latin").config
+    found = difference(latin(), load("demo"))
+    assert found["task"] == ("chess", "latin")
+    assert found["model.layers"][0] is None
     with pytest.raises(ConfigError, match=re.escape(says)):
         load("demo", {"task": task})
     with pytest.raises(ConfigError, match=r"unknown key 'data\.mirror'"):
         latin(data={"mirror": True})
-
-
-def test_the_difference_of_two_tasks_names_the_task() -> None:
-    found = difference(latin(), load("demo"))
-    assert found["task"] == ("chess", "latin")
-    assert found["model.layers"][0] is None
 
 
 @pytest.mark.parametrize(
@@ -281,9 +237,7 @@ def test_the_difference_of_two_tasks_names_the_task() -> None:
         ({"fill": {"fractions": [0.5, 0.6]}}, "curriculum.fill"),
         ({"size": {"stages": [[3, 5]], "fractions": [0.9]}}, "add up to 0.9, not to 1"),
         ({"size": {"stages": [[5, 3]], "fractions": [1.0]}}, "a range runs from low to high"),
-        ({"size": {"stages": [[2, 3]], "fractions": [1.0]}}, "curriculum.size.stages"),
         ({"size": {"stages": [[3, 3], [4, 4]], "fractions": [0.5, 0.5]}}, "must hold the sizes of all others"),
-        ({"size": {"stages": [], "fractions": []}}, "0 stages"),
         ({"mode": {"stages": [[]], "fractions": [1.0]}}, "at least one digit set"),
         ({"mode": {"stages": [["standrd"]], "fractions": [1.0]}}, "curriculum.mode.stages"),
         ({"up": 0.5, "down": 0.5}, "must be below up"),
@@ -295,13 +249,15 @@ def test_a_curriculum_that_makes_no_sense_is_refused(section: dict[str, Any], sa
 
 
 def test_reports_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    assert files.reports_root() == tmp_path
-    monkeypatch.setenv("MATRIXLIB_REPORTS", "~nobody-of-this-name/reports")
-    assert files.reports_root() == Path("~nobody-of-this-name/reports")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("MATRIXLIB_REPORTS", "~/reports")
-    assert files.reports_root() == tmp_path / "reports"
+    for value, root in (
+        (str(tmp_path), tmp_path),
+        ("~nobody-of-this-name/reports", Path("~nobody-of-this-name/reports")),
+        ("~/reports", tmp_path / "reports"),
+        ("", ROOT / "reports"),
+    ):
+        monkeypatch.setenv("MATRIXLIB_REPORTS", value)
+        assert files.reports_root() == root
     monkeypatch.delenv("MATRIXLIB_REPORTS")
     assert files.reports_root() == ROOT / "reports"
 
@@ -314,8 +270,8 @@ BOMB = "task: chess\nz0: &z0 [1]\n" + "".join(f"z{k + 1}: &z{k + 1} [{', '.join(
     [
         ("task: chess\n".encode("utf-16"), r"mine\.yaml: cannot be read as UTF-8 text"),
         (b"seed: \xe9\n", r"mine\.yaml: cannot be read as UTF-8 text"),
-        (b"a: " + b"[" * 5000, r"mine\.yaml: nested too deeply"),
-        (b"{a: " * 3000, r"mine\.yaml: nested too deeply"),
+        (b"a: " + b"[" * 5000, r"mine\.yaml: not valid YAML: nested too deeply"),
+        (b"{a: " * 3000, r"mine\.yaml: not valid YAML: nested too deeply"),
         ((BOMB + "seed: *z12\n").encode(), r"'seed': Input should be a valid integer, got \["),
         (b"task: chess\nseed: 18446744073709551616\n", "'seed': Input should be less than"),
         (b"task: chess\ntrain: {batch_size: 1000000000000000}\n", r"'train\.batch_size': Input should be less than"),
@@ -330,20 +286,6 @@ def test_a_preset_that_is_none_is_a_short_line(tmp_path: Path, text: bytes, mess
     with pytest.raises(ConfigError, match=message) as caught:
         load(str(path))
     assert len(str(caught.value)) < 4000
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "a\0.yaml", "../README"], ids=len)
-def test_a_name_that_is_no_presets_is_a_short_line(name: str) -> None:
-    with pytest.raises(ConfigError, match="unknown preset") as caught:
-        load(name)
-    assert len(str(caught.value)) < 4000
-
-
-def test_an_empty_reports_folder_is_none_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", "")
-    assert files.reports_root().name == "reports"
-    monkeypatch.setenv("MATRIXLIB_REPORTS", "~/mine")
-    assert files.reports_root() == Path.home() / "mine"
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,10 @@ def presets_table() -> str:
 
 def duration(seconds: float) -> str:
     """In the largest unit of which there are two or more."""
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(2, seconds):.0f} seconds"
+    units = (("days", 86_400), ("hours", 3600), ("minutes", 60))
+    return next(
+        (f"{seconds / n:,.0f} {unit}" for unit, n in units if seconds >= 2 * n), f"{max(2, seconds):.0f} seconds"
+    )
 
 
 def purpose(text: str, name: str) -> str:
@@ -233,10 +233,6 @@ def test_every_guide_has_its_line() -> None:
 def test_every_notebook_has_its_line() -> None:
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert sorted(first_cells(section("README.md", "Notebooks"))) == names
-
-
-def test_every_preset_has_its_row() -> None:
-    assert sorted(first_cells(section("README.md", "Presets"))) == config.presets()
 
 
 # Commands and variables

@@ -41,15 +41,6 @@ def test_every_row_names_what_is_there() -> None:
     assert list(TABLE) == sorted(TABLE), "in the order of their numbers"
 
 
-def test_the_lookup_finds_what_is_wrong() -> None:
-    whole = TABLE["R218"]
-    assert problems({"missing": "later"})
-    assert problems({"missing": "not built: there is one device"})
-    assert problems({**whole, "tests": []})
-    assert problems({**whole, "where": ["matrixlib/gone.py"]}) == ["there is no matrixlib/gone.py"]
-    assert problems({**whole, "tests": ["tests/test_features.py::test_gone"]})
-
-
 def test_every_feature_of_the_specification_has_its_row(shared: Path) -> None:
     path = shared / "FEATURES.md"
     if not path.is_file():

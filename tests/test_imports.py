@@ -33,7 +33,6 @@ ALLOWED = {
 
 A row ends at the module that it names: `tasks` is `get_task`, and no particular task.
 """
-FOLDERS = ("hardware", "engine", "data", "play", "runs", "bench")
 LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue")
 LIGHT += ("runs.launch", "runs.run", "runs.compare", "runs.browse")
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
@@ -45,27 +44,17 @@ def tree_of(parts: tuple[str, ...]) -> ast.Module:
     return ast.parse(ROOT.joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8"))
 
 
-def ours(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
-    """(our module as a dotted path below matrixlib, only for types?) of every import, wherever it stands."""
-    typed = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+def ours(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Our module as a dotted path below matrixlib of every import, wherever it stands."""
     for node in ast.walk(tree):
+        names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             up = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*up, *([node.module] if node.module else [])])
             names = [f"{base}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if module := below(name):
-                yield module, id(node) in typed
+        yield from filter(None, map(below, names))
 
 
 def below(name: str) -> str:
@@ -96,7 +85,7 @@ def rows_of(parts: tuple[str, ...]) -> tuple[str, ...] | None:
 @pytest.mark.parametrize("parts", MODULES, ids=".".join)
 def test_imports_follow_the_rule(parts: tuple[str, ...]) -> None:
     rows = rows_of(parts)
-    bad = sorted({m for m, _ in ours(tree_of(parts), parts[:-1]) if rows is not None and m and not allowed(m, rows)})
+    bad = sorted({m for m in ours(tree_of(parts), parts[:-1]) if rows is not None and not allowed(m, rows)})
     assert not bad, f"{'.'.join(parts)} imports {', '.join(bad)}; allowed: {', '.join(rows or ())}"
 
 
@@ -105,10 +94,9 @@ def test_the_imports_go_in_no_circle() -> None:
     graph = {}
     for parts in MODULES:
         name = ".".join(part for part in parts[1:] if part != "__init__")
-        graph[name] = {module for module, _ in ours(tree_of(parts), parts[:-1])} - {name}
-    with_circle = TopologicalSorter(graph)
+        graph[name] = {*ours(tree_of(parts), parts[:-1])} - {name}
     try:
-        with_circle.prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -120,44 +108,17 @@ def test_the_root_and_its_files_stay_small() -> None:
     assert not long, f"more than 500 lines, so two nouns: {', '.join(long)}"
 
 
-def test_the_rule_sees_every_form_of_import() -> None:
-    lines = ["import matrixlib.engine.task", "from matrixlib.engine import step", "from . import shards"]
-    lines += [
-        "from .. import config",
-        "def f():",
-        "    from matrixlib import data",
-        "    from matrixlib.hardware import runtime as r",
-    ]
-    lines += ["if TYPE_CHECKING:", "    from matrixlib.config import Config"]
-    found = list(ours(ast.parse("\n".join(lines)), ("matrixlib", "data")))
-    names = {"engine.task", "engine.step", "data.shards", "config", "data", "hardware.runtime"}
-    assert {module for module, _ in found} == names
-    assert [typed for module, typed in found if module == "config"] == [False, True]
-    assert allowed("engine.task", ("engine",))
-    assert not allowed("engineering", ("engine",))
-    assert not allowed("engine.step", ("engine.task",))
-    assert allowed("tasks", ("tasks", "tasks.spec"))
-    assert not allowed("tasks.chess.task", ("tasks", "tasks.spec"))
-
-
-def present(names: tuple[str, ...]) -> list[str]:
-    """The importable names among those given."""
-    full = [("matrixlib", *filter(None, name.split("."))) for name in names]
-    return [".".join(parts) for parts in full if parts in MODULES or (*parts, "__init__") in MODULES]
-
-
 @pytest.mark.parametrize("names", [LIGHT, LIGHT_CHESS], ids=["base", "chess"])
 def test_light_modules_load_no_torch_and_start_nothing(names: tuple[str, ...]) -> None:
     lines = [
         "import sys, threading",
-        *(f"import {name}" for name in present(names)),
+        *(f"import {'.'.join(filter(None, ('matrixlib', name)))}" for name in names),
         "assert 'torch' not in sys.modules, 'torch was loaded'",
         "assert threading.active_count() == 1, threading.enumerate()",
-        "print('light')",
     ]
     command = [sys.executable, "-c", "\n".join(lines)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.stdout == "light\n", result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("parts", MODULES, ids=".".join)

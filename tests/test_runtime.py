@@ -10,21 +10,19 @@ import torch
 
 from matrixlib import config as configuration
 from matrixlib.hardware import machine, speed
-from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
+from matrixlib.hardware.machine import DeviceFacts, Gpu
 from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, select_device, serving, suggest
 
-# Only ratios matter to the policy. Those of processors were measured, in GFLOP/s a core; those of Apple's GPUs are
-# what is published of them: no units for bf16 before the M5.
+# What bf16 gains was measured on processors; of Apple's GPUs it is what is published: no units before the M5.
 H200 = DeviceFacts(cores=16, gpu=Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9))
 T4 = DeviceFacts(cores=4, gpu=Gpu("Tesla T4", (7, 5), False, 16 * 10**9))
 V100 = DeviceFacts(cores=8, gpu=Gpu("Tesla V100", (7, 0), False, 16 * 10**9))
-M3 = DeviceFacts(platform="darwin", cores=8, mps=True, macos=(15, 0), rates=Rates(1, 1, 1, 0, 1, 0))
-M5 = DeviceFacts(platform="darwin", cores=10, mps=True, macos=(26, 0), rates=Rates(1, 2, 1, 0, 1.3, 0))
-ZEN4 = DeviceFacts(cores=8, instructions=("avx512f", "avx512_bf16"), rates=Rates(183, 420, 160, 165, 300, 310))
-OLD_CPU = DeviceFacts(cores=4, instructions=("avx2",), rates=Rates(120, 0, 90, 95, 0, 0))
+M3 = DeviceFacts(platform="darwin", cores=8, mps=True, macos=(15, 0), bf16_gain=(1, 1))
+M5 = DeviceFacts(platform="darwin", cores=10, mps=True, macos=(26, 0), bf16_gain=(2, 1.3))
+ZEN4 = DeviceFacts(cores=8, instructions=("avx512f", "avx512_bf16"), bf16_gain=(2.3, 1.9))
+OLD_CPU = DeviceFacts(cores=4, instructions=("avx2",))
 OLD_MAC = replace(M3, macos=(13, 6))
 SMALL_GPU = DeviceFacts(cores=6, gpu=Gpu("RTX 3050", (8, 6), True, 4 * 2**30))
-SLOW_BF16, BAD_LAST = Rates(90, 95, 150, 200, 160, 210), Rates(90, 30, 200, 100, 0, 0)
 
 POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, what must come out
     (H200, {}, "cuda bf16 tf32 channels_last workers=4 prefetch=4 micro_batch=1024 threads=16"),
@@ -48,17 +46,15 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
     (SMALL_GPU, {}, "cuda bf16 micro_batch=256"),
     (M3, {}, "mps fp32 no-scaler no-channels_last no-compile workers=0 micro_batch=256"),
     (M3, {"precision": "bf16"}, "mps bf16 no-scaler"),
-    (M5, {}, "mps bf16 no-scaler 'convolution 1 and 1'"),
-    (replace(M5, rates=Rates(1, 2, 1, 0, 0.9, 0)), {}, "mps fp32"),
-    (replace(M5, rates=None), {}, "mps fp32 'not measured'"),
+    (M5, {}, "mps bf16 no-scaler 'convolution 1.3 times'"),
+    (replace(M5, bf16_gain=(2, 0.9)), {}, "mps fp32"),
+    (replace(M5, bf16_gain=None), {}, "mps fp32 'not measured'"),
     (replace(M5, bf16_problem="no bf16 kernel"), {}, "mps fp32 'bf16 does not work: no bf16 kernel'"),
     (M3, {"channels_last": True, "compile": True}, "channels_last compile '193349' '192551'"),
     (replace(M5, macos=(13, 6)), {}, "mps fp32 'macOS 14'"),
     (ZEN4, {}, "cpu bf16 no-scaler channels_last no-compile workers=1 prefetch=2 threads=8"),
     (replace(ZEN4, cores=2, vcache=True), {}, "workers=0 prefetch=2"),
-    (replace(ZEN4, rates=SLOW_BF16), {}, "fp32 channels_last"),
-    (replace(ZEN4, rates=BAD_LAST), {}, "fp32 no-channels_last"),
-    (replace(ZEN4, rates=None), {}, "fp32 no-channels_last"),
+    (replace(ZEN4, bf16_gain=(1.1, 1.1)), {}, "fp32 channels_last"),
     (replace(ZEN4, instructions=("asimd", "bf16")), {}, "bf16"),
     (replace(ZEN4, thread_limit=3), {}, "threads=3 'OMP_NUM_THREADS=3'"),
     (ZEN4, {"workers": 4}, "threads=8"),
@@ -183,7 +179,7 @@ def test_apply_sets_threads_and_leaves_tf32_readable() -> None:
 
 def test_the_environment_variable_replaces_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
-    monkeypatch.setattr(speed, "rates", lambda device, bf16: SLOW_BF16)
+    monkeypatch.setattr(speed, "bf16_gain", lambda device: (1, 1))
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
     runtime = resolve(*sections())
     assert runtime.device == "cpu"
@@ -201,23 +197,20 @@ def test_the_environment_variable_replaces_auto_alone(monkeypatch: pytest.Monkey
 
 def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an operation has no kernel in it, the run begins in fp32 and says why; `auto` alone measures."""
-    calls: list[bool] = []
+    calls: list[str] = []
 
-    def rates(device: str, bf16: bool) -> Rates:
-        assert device == "mps"
-        calls.append(bf16)
-        if bf16:
-            raise TypeError("BFloat16 is not supported on MPS\nat length")
-        return Rates(90, 0, 90, 0, 0, 0)
+    def fails(device: str) -> tuple[float, float]:
+        calls.append(device)
+        raise TypeError("BFloat16 is not supported on MPS\nat length")
 
-    monkeypatch.setattr(machine, "facts", lambda ranks=1: replace(M5, rates=None))
-    monkeypatch.setattr(speed, "rates", rates)
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: replace(M5, bf16_gain=None))
+    monkeypatch.setattr(speed, "bf16_gain", fails)
     runtime = resolve(*sections())
-    assert (runtime.device, runtime.dtype, calls) == ("mps", "fp32", [True, False])
+    assert (runtime.device, runtime.dtype) == ("mps", "fp32")
     assert "bf16 does not work: BFloat16 is not supported on MPS" in runtime.table()
     assert resolve(*sections(precision="bf16")).dtype == "bf16"
-    assert len(calls) == 2
-    monkeypatch.setattr(speed, "rates", lambda device, bf16: Rates(90, 200, 90, 0, 120, 0))
+    assert calls == ["mps"]
+    monkeypatch.setattr(speed, "bf16_gain", lambda device: (2.2, 1.3))
     assert resolve(*sections()).dtype == "bf16"
 
 
@@ -232,11 +225,8 @@ def test_another_choice_takes_its_reason_along() -> None:
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(device: str, bf16: bool) -> Rates:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(speed, "rates", never)
-    resolve(*sections(device="cpu", precision="fp32", channels_last=True))
+    monkeypatch.setattr(speed, "bf16_gain", None)
+    resolve(*sections(device="cpu", precision="fp32"))
     monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
     resolve(*sections())
 

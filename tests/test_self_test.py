@@ -135,10 +135,9 @@ class StubData:
 
 def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubData:
     """On a made-up Mac where updates in these of fp32 and bf16 are wrong; with these options of the runtime."""
-    rates = machine.Rates(1, 2, 1, 0, 2, 0)
-    mac = machine.DeviceFacts(platform="darwin", cores=8, mps=True, macos=(26, 0), rates=rates)
-    monkeypatch.setattr(machine, "facts", lambda ranks=1: replace(mac, rates=None))
-    monkeypatch.setattr(runtimes.speed, "rates", lambda device, bf16: rates)
+    mac = machine.DeviceFacts(platform="darwin", cores=8, mps=True, macos=(26, 0))
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: mac)
+    monkeypatch.setattr(runtimes.speed, "bf16_gain", lambda device: (2.0, 2.0))
     monkeypatch.setattr(Runtime, "apply", lambda self: None)
     monkeypatch.setattr(autotune, "runtime_config", lambda config, runtime: config)
 

@@ -66,7 +66,7 @@ def measure_once() -> None:
     """From now on what this machine computes in a second is measured once, not as each run begins."""
     from matrixlib.hardware import speed
 
-    for name in ("rates", "matrix_rate"):
+    for name in ("bf16_gain", "matrix_rate"):
         setattr(speed, name, once(getattr(speed, name)))
 
 

@@ -1,7 +1,7 @@
 """What a device can do: memory, events, random state, synchronising, pinning. The only module that knows the kinds.
 
 A new accelerator whose torch module has the names of `torch.cuda` (as `torch.xpu` does) needs nothing here but its
-place in `DISCRETE`; what it lacks is written down in the function that misses it.
+place in `DISCRETE`; what it lacks is written down in the function that misses it. torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ FUSED = ("cpu", "cuda", "mps")
 """Kinds with a fused AdamW kernel in torch 2.11 and later."""
 
 
+def _module(device: torch.device) -> Any:
+    """`torch.cuda`, `torch.mps`, ..."""
+    import torch
+
+    return getattr(torch, device.type)
+
+
 def synchronize(device: torch.device | str) -> None:
     """Wait until `device` has done all that it was sent: else a clock sees launches alone."""
     import torch
 
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-# Several devices of a kind
 
 
 def device_count() -> int:
@@ -55,9 +59,6 @@ def communication() -> str:
     return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
 
 
-# Memory
-
-
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes in use on `device`; {} for the CPU. Waits for nothing.
 
@@ -65,17 +66,15 @@ def memory(device: torch.device) -> dict[str, int]:
     device_total: on MPS what Metal recommends as the most, which is less than the machine has. Discrete devices also
     have reserved (tensors and the allocator's cache) and allocated_peak (since `reset_peak_memory`).
     """
-    import torch
-
-    if device.type == "mps":
-        return {
-            "allocated": torch.mps.current_allocated_memory(),
-            "driver": torch.mps.driver_allocated_memory(),
-            "device_total": torch.mps.recommended_max_memory(),
-        }
-    if device.type not in DISCRETE:
+    if device.type == "cpu":
         return {}
-    module = torch.get_device_module(device)
+    module = _module(device)
+    if device.type not in DISCRETE:
+        return {
+            "allocated": module.current_allocated_memory(),
+            "driver": module.driver_allocated_memory(),
+            "device_total": module.recommended_max_memory(),
+        }
     free, total = module.mem_get_info(device)
     return {
         "allocated": module.memory_allocated(device),
@@ -88,36 +87,26 @@ def memory(device: torch.device) -> dict[str, int]:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak; nothing where the device counts none."""
-    import torch
-
     if device.type in DISCRETE:
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+        _module(device).reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:
     """Give the allocator's unused blocks back to the driver. The CPU's allocator keeps none."""
-    import torch
-
     if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+        _module(device).empty_cache()
 
 
 def limit_memory(device: torch.device, fraction: float) -> None:
     """Let the allocator of an accelerator refuse more than `fraction` of the memory."""
-    import torch
-
-    if device.type == "mps":
-        torch.mps.set_per_process_memory_fraction(fraction)
-    else:  # an index, or None: torch refuses a device without one
-        torch.get_device_module(device).set_per_process_memory_fraction(fraction, device.index)
+    where = [device.index] if device.type in DISCRETE else []  # an index, or None: torch refuses a device without one
+    _module(device).set_per_process_memory_fraction(fraction, *where)
 
 
 def utilisation(device: torch.device) -> dict[str, float]:
     """`busy`: share of the last second or so in which the GPU computed, as its driver counts it; {} where nobody tells:
     not on CUDA, without the package nvidia-ml-py, or on a part of a GPU (MIG).
     """
-    import torch
-
     if device.type != "cuda":
         return {}
     try:
@@ -125,43 +114,30 @@ def utilisation(device: torch.device) -> dict[str, float]:
     except ImportError:
         return {}
     try:
-        return {"busy": torch.cuda.utilization(device) / 100}
+        return {"busy": _module(device).utilization(device) / 100}
     except (nvml.NVMLError, RuntimeError):
         return {}
-
-
-# Time
 
 
 def timing_event(device: torch.device) -> Any:
     """An event whose `record`, `query` and `elapsed_time` (milliseconds) measure work on `device`; None where the
     host's clock has to do.
     """
-    import torch
-
-    return torch.get_device_module(device).Event(enable_timing=True) if device.type in DISCRETE else None
-
-
-# Random state
+    return _module(device).Event(enable_timing=True) if device.type in DISCRETE else None
 
 
 def rng_state(device: torch.device) -> Tensor | None:
     """State (uint8, on the CPU) of the device's own random stream; None for the CPU. Waits for nothing."""
-    import torch
-
     if device.type == "cpu":
         return None
-    return torch.mps.get_rng_state() if device.type == "mps" else torch.get_device_module(device).get_rng_state(device)
+    state: Tensor = _module(device).get_rng_state(*([device] if device.type in DISCRETE else []))
+    return state
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
     """Inverse of `rng_state`; nothing for the CPU."""
-    import torch
-
-    if device.type == "mps":
-        torch.mps.set_rng_state(state)
-    elif device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state, device)
+    if device.type != "cpu":
+        _module(device).set_rng_state(state, *([device] if device.type in DISCRETE else []))
 
 
 def replays_rng(device: torch.device) -> bool:
@@ -169,9 +145,6 @@ def replays_rng(device: torch.device) -> bool:
     (pytorch issue 127676).
     """
     return device.type != "mps"
-
-
-# Copies from the host
 
 
 def pins(device: torch.device | str) -> bool:

@@ -34,23 +34,6 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Measured speed in GFLOP/s, of one core of the CPU or of a whole Apple GPU; 0: not measured, as bf16 where the
-    processor has no such instructions.
-
-    `matrix_*`: product of two square matrices. `conv_*`: 3x3 convolution over 8x8 boards, forward and
-    backward, contiguous and (`_last`) channels_last.
-    """
-
-    matrix_fp32: float
-    matrix_bf16: float
-    conv_fp32: float
-    conv_fp32_last: float
-    conv_bf16: float
-    conv_bf16_last: float
-
-
-@dataclass(frozen=True)
 class Gpu:
     """What a CUDA (or ROCm) device says of itself; memory in bytes."""
 
@@ -84,7 +67,7 @@ class DeviceFacts:
     gpu_problem: str = "no CUDA device was found"  # why gpu is None
     mps: bool = False
     macos: tuple[int, ...] = ()
-    rates: Rates | None = None
+    bf16_gain: tuple[float, float] | None = None  # as `speed.bf16_gain` measures it
     bf16_problem: str = ""  # why bf16 does not work where it should
 
     @property
@@ -94,7 +77,7 @@ class DeviceFacts:
 
 
 def facts(ranks: int = 1) -> DeviceFacts:
-    """Read this machine; nothing is measured (`rates` is None).
+    """Read this machine; nothing is measured (`bf16_gain` is None).
 
     ranks: processes that this one is to start, which share the cores as those of torchrun do. Raises ValueError where
     the environment asks for a number of threads or ranks that is none.
