@@ -5,8 +5,8 @@ A *part* is a run of entries of one file that one process reads in one go; the s
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -40,41 +40,23 @@ class Refused:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParseResult:
-    """What one part gave. entries = stored + len(refused) + sum(skipped.values()), else ValueError.
+    """What became of the entries of a part: entries = stored + len(refused) + skipped.total().
 
     stored: entries that gave positions. skipped: reason -> entries that were left out on purpose (variants, games
-    without a move). warned: remark -> entries that were stored all the same.
-    rows: positions of each stored entry (stored,), in order, where an entry is a whole game: lets an import leave
-    out a game that is there already. None where entries may share a game.
+    without a move). warned: remark -> entries that were stored all the same. rows: positions of each stored entry
+    (stored,), in order, where an entry is a whole game: lets an import leave out a game that is there already.
     """
-
-    batch: Batch
-    entries: int
-    stored: int
-    refused: Sequence[Refused] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    warned: Mapping[str, int] = field(default_factory=dict)
-    rows: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        counted = self.stored + len(self.refused) + sum(self.skipped.values())
-        if self.entries != counted:
-            raise ValueError(f"{self.entries} entries were read and {counted} are accounted for")
-        positions = len(self.batch["records"])
-        if self.rows is not None and (len(self.rows) != self.stored or self.rows.sum() != positions):
-            raise ValueError(f"the rows of {len(self.rows)} entries do not add up to {positions} positions")
-
-
-@dataclass
-class Entries:
-    """What becomes of the entries of a part while it is read."""
 
     part: Part
     refused: list[Refused] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     warned: Counter[str] = field(default_factory=Counter)
+    batch: Batch = field(default_factory=dict)
+    entries: int = 0
+    stored: int = 0
+    rows: np.ndarray | None = None
 
     def refuse(self, number: int, reason: str, detail: str, text: str, positions: int = 1) -> None:
         """Entry `number` of the part, from 0, goes to quarantine."""
@@ -82,11 +64,20 @@ class Entries:
 
     def result(
         self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
-    ) -> ParseResult:
-        """stored: by default, as many as the batch has positions."""
-        stored = len(batch["records"]) if stored is None else stored
-        refused = sorted(self.refused, key=lambda entry: entry.entry)
-        return ParseResult(batch, entries, stored, refused, +self.skipped, +self.warned, rows)
+    ) -> "ParseResult":
+        """All of it. stored: by default, as many as the batch has positions. ValueError where it does not add up."""
+        positions = len(batch["records"])
+        self.batch, self.entries, self.rows = batch, entries, rows
+        self.part = replace(self.part, data=b"")  # of which a worker need not send anything back
+        self.stored = positions if stored is None else stored
+        self.refused.sort(key=lambda entry: entry.entry)
+        self.skipped, self.warned = +self.skipped, +self.warned
+        counted = self.stored + len(self.refused) + self.skipped.total()
+        if entries != counted:
+            raise ValueError(f"{entries} entries were read and {counted} are accounted for")
+        if rows is not None and (len(rows) != self.stored or rows.sum() != positions):
+            raise ValueError(f"the rows of {len(rows)} entries do not add up to {positions} positions")
+        return self
 
 
 class Reader(Protocol):

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from matrixlib.data.catalogue import NAME, Catalogue
-from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.imports import ImportReport, Storage, files_of, hash_of, import_each, import_logs
 from matrixlib.data.shards import Batch, Shard, concat, file_hash
 from matrixlib.files import from_home
@@ -47,7 +47,7 @@ class Slippi:
 
     def read(self, part: Part) -> ParseResult:
         """The rows of a replay, one that is refused, or one that is left out."""
-        entries, batch = Entries(replace(part, first=part.number)), concat([], LAYOUT)
+        entries, batch = ParseResult(replace(part, first=part.number)), concat([], LAYOUT)
         try:
             if not part.data:
                 raise ReplayError(f"is empty, or larger than {LARGEST >> 20} MiB")

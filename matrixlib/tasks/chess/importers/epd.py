@@ -17,7 +17,7 @@ from typing import ClassVar
 import chess
 import numpy as np
 
-from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
@@ -140,7 +140,7 @@ class Epd:
         yield from notation.lines_in_parts(path, PART)
 
     def read(self, part: Part) -> ParseResult:
-        lines, entries = notation.lines_of(part), Entries(part)
+        lines, entries = notation.lines_of(part), ParseResult(part)
         exercises = [exercise for _, exercise in notation.usable(lines, _exercise, entries)]
         entries.warned["missing semicolon"] = sum(lost for *_, lost in exercises)
         records = from_boards([board for board, *_ in exercises], source=SOURCES[self.source])
@@ -175,7 +175,7 @@ class Labelled:
 
     def read(self, part: Part) -> ParseResult:
         """Starts an engine of its own. Raises EngineError where that fails."""
-        lines, entries = notation.lines_of(part), Entries(part)
+        lines, entries = notation.lines_of(part), ParseResult(part)
         boards = [board for _, (board, *_) in notation.usable(lines, _position, entries)]
         if not boards:
             return entries.result(concat([], LAYOUT), len(lines))

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.keys import game_id, ids_of
@@ -36,7 +36,7 @@ GAME = re.compile(r"lichess\.org/(\w{8})")
 Found = list[tuple[int, tuple[str, Any]]]  # number of an entry, FEN and what else its line says
 
 
-def _settle(entries: Entries, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]) -> int:
+def _settle(entries: ParseResult, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]) -> int:
     """Refuse the entries with a fault, and leave out those of Chess960; how many are left."""
     for (number, _), fault, detail in zip(found, faults, details, strict=True):
         if fault == notation.CHESS960:
@@ -65,7 +65,7 @@ class Puzzles:
 
     def read(self, part: Part) -> ParseResult:
         header, *lines = notation.lines_of(part)
-        names, entries = fields_of(header), Entries(part)
+        names, entries = fields_of(header), ParseResult(part)
 
         def parse(line: str) -> tuple[str, tuple[list[str], str]]:
             row = dict(zip(names, fields_of(line), strict=False))
@@ -141,7 +141,7 @@ class Evaluations:
         yield from notation.lines_in_parts(path, PART)
 
     def read(self, part: Part) -> ParseResult:
-        lines, entries = notation.lines_of(part), Entries(part)
+        lines, entries = notation.lines_of(part), ParseResult(part)
         found = list(notation.usable(lines, deepest, entries))
         records, faults = notation.read_fens([fen for _, (fen, _) in found], self.source)
         row = np.array([row for row, (_, (_, pvs)) in enumerate(found) for _ in pvs], np.int64)

@@ -21,7 +21,7 @@ import chess
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from matrixlib.data.entries import Entries, Part
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK
@@ -142,7 +142,7 @@ def lines_of(part: Part) -> list[str]:
 
 
 def usable(
-    texts: Iterable[Text], parse: Callable[[Text], Parsed], entries: Entries, show: Callable[[Text], str] = str
+    texts: Iterable[Text], parse: Callable[[Text], Parsed], entries: ParseResult, show: Callable[[Text], str] = str
 ) -> Iterator[tuple[int, Parsed]]:
     """(number, parsed) of the entries that `parse` takes. It raises Unusable for one that goes to quarantine, as the
     text that `show` gives, and LeftOut."""

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import chess
 import numpy as np
 
-from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
@@ -300,7 +300,7 @@ class Pgn:
                 yield part
 
     def read(self, part: Part) -> ParseResult:
-        texts, entries = list(split(io.BytesIO(part.data))), Entries(part)
+        texts, entries = list(split(io.BytesIO(part.data))), ParseResult(part)
 
         def refuse(game: _Game, reason: str, detail: str) -> None:
             entries.refuse(game.number, reason, detail, text_of(b"".join(texts[game.number])), len(game.moves))

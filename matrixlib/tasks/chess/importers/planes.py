@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import Legal, blank, classes_of, legal_of, standing_rights
@@ -54,7 +54,7 @@ def records_of(boards: NDArray[np.uint64], rights: NDArray[np.int64], source: st
 
 
 def usable_rows(
-    entries: Entries,
+    entries: ParseResult,
     records: Records,
     legal: Legal,
     shares: NDArray[np.float32],
@@ -187,7 +187,7 @@ class Lc0:
             raise ValueError(f"{path} {error}") from error
 
     def read(self, part: Part) -> ParseResult:
-        entries, version = Entries(part), version_of(part.data)
+        entries, version = ParseResult(part), version_of(part.data)
         if not part.data:
             entries.skipped["not a game"] = 1
         elif version not in KNOWN_VERSIONS:
@@ -388,7 +388,7 @@ class Matrix0Data:
         def detail(row: int, reason: str) -> str:
             return f"sum of the policy {total[row]:.3f}, of it {coverage[row]:.1%} on legal moves, value {z[row]:.3f}"
 
-        entries = Entries(part)
+        entries = ParseResult(part)
         return entries.result(usable_rows(entries, records, legal, share, faults, detail), len(records))
 
 
