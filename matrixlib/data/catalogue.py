@@ -105,9 +105,8 @@ def _digest(columns: Sequence[Any]) -> str:
 
 
 class Catalogue:
-    """The shards of one folder. `messages` lists what had to be repaired when it was opened or read; warn: also say it
-    as a warning.
-    """
+    """The shards of one folder, as they were when it was opened and as this object changes them. `messages` lists what
+    had to be repaired; warn: also say it as a warning."""
 
     def __init__(self, folder: Path | str, warn: bool = True) -> None:
         self.folder, self._warn = Path(folder), warn
@@ -118,22 +117,23 @@ class Catalogue:
             raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it away, and one is made anew")
         self.messages: list[str] = []
         self.remote = (self.folder / REMOTE).is_file()
-        may_write = os.access(self.folder, os.W_OK) and (not self._is_present() or os.access(self.path, os.W_OK))
+        present = self.path.is_file() and self.path.stat().st_size > 0  # an empty one is of a process that was killed
+        may_write = os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
         self.writable = may_write and not self.remote
-        self._memory: sqlite3.Connection | None = None  # the database, where there is none to write to
-        if problem := self._problem() if self._is_present() else "there is no catalogue":
-            self._rebuild(problem)
+        self._rows: dict[str, ShardRow] = {}
+        if problem := self._load() if present else "there is no catalogue":
+            self._rebuild(problem, present)
         if not self.remote:
             self._reconcile()
 
     # Reading and writing rows
 
     def shards(self, split: str | None = None, state: State | None = "healthy") -> list[ShardRow]:
-        """Rows by name, of one split or all (None), in one state or any (None). Where a row was tampered with, the
-        catalogue is rebuilt first."""
+        """Rows by name, of one split or all (None), in one state or any (None)."""
         if split is not None and split not in SPLITS:
             raise CatalogueError(f"unknown split '{split}'; known: {', '.join(SPLITS)}")
-        return [row for row in self._rows() if split in (None, row.split) and state in (None, row.state)]
+        rows = (row for _, row in sorted(self._rows.items()))
+        return [row for row in rows if split in (None, row.split) and state in (None, row.state)]
 
     def add(self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None) -> ShardRow:
         """Put a written shard into the catalogue, in place of an older row of that name. CatalogueError when the file
@@ -162,6 +162,8 @@ class Catalogue:
 
     def imports(self, name: str = "") -> list[tuple[str, int, dict[str, Any]]]:
         """The logs of imports, of one or all: name, step and data, in order. What was damaged is left out."""
+        if not self.path.is_file():
+            return []
         with self._connection() as db:
             found = db.execute("SELECT * FROM imports WHERE ? IN ('', name) ORDER BY name, step", [name]).fetchall()
         return [
@@ -192,8 +194,10 @@ class Catalogue:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
             reason_file(self.folder / name).unlink(missing_ok=True)
-        with self._connection() as db:
-            db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
+            self._rows.pop(name, None)
+        if self.writable and self.path.is_file():
+            with self._connection() as db:
+                db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
@@ -220,8 +224,7 @@ class Catalogue:
         CatalogueError where it can't be written."""
         path = from_home(path)
         try:
-            with self._connection() as db:
-                _copy(db, path)
+            _write(path, self._rows.values(), self.imports())
         except (OSError, sqlite3.Error) as error:
             raise CatalogueError(f"backup {path} cannot be written: {error}") from error
 
@@ -232,56 +235,59 @@ class Catalogue:
         if self._warn:
             warnings.warn(message, stacklevel=4)
 
-    def _problem(self) -> str:
-        """Why the database cannot be used, or an empty string."""
+    def _load(self) -> str:
+        """Read every row; why the database cannot be used, or an empty string."""
         try:
-            if not self.writable:  # a copy, read without lock files
-                self._memory = _in_memory()
-                with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
-                    db.backup(self._memory)
             with self._connection() as db:
-                return _problem_of(db)
+                if problem := _problem_of(db):
+                    return problem
+                stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards").fetchall()
         except UnicodeDecodeError as error:  # sqlite3 quotes a schema that is no text in its message
             return f"the catalogue is damaged ({error})"
         except sqlite3.DatabaseError as error:
             if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
                 return f"the catalogue is damaged ({error})"
             raise CatalogueError(f"{self.path}: cannot be opened ({error}); is another program using it?") from error
+        rows = [_row_of(columns, self.folder) for *columns, digest in stored if digest == _digest(columns)]
+        if None in rows or len(rows) < len(stored):
+            return "a row was changed or damaged"
+        elsewhere = self.folder if self.remote else None
+        self._rows = {row.name: replace(row, remote=elsewhere) for row in rows if row}
+        return ""
 
-    def _rebuild(self, problem: str) -> None:
+    def _rebuild(self, problem: str, present: bool) -> None:
         """Make the database anew from the files of all shards, and from the logs of imports that can still be read."""
         if self.remote:
             url = read_json(self.folder / REMOTE)["url"]
             raise CatalogueError(
                 f"{url}/{NAME}: {problem}; open the catalogue where the shards are, and copy it there again"
             )
-        rows, logs, present = self._read_files(self._files()), list[Log](), self._is_present()
+        self._rows, logs = {row.name: row for row in self._read_files(self._files())}, list[Log]()
         with suppress(sqlite3.Error, UnicodeDecodeError):
             logs += self.imports() if present else []
-        text = f"{self.path}: {problem}; rebuilt from {len(rows)} shards"
+        text = f"{self.path}: {problem}; rebuilt from {len(self._rows)} shards"
         if present:
             self._say(text)
-        elif rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
+        elif self._rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
             self.messages.append(text)
-        self._memory = _in_memory(rows, logs)
-        if not self.writable or not (present or rows):
-            return
-        remove_leftovers(self.path)
-        if present:
-            os.replace(self.path, self.path.with_name(f"{NAME}.damaged"))
-        self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)  # it belongs to the old database
-        _copy(self._memory, self.path)
-        self._memory = None
+        if self.writable and (present or self._rows):
+            remove_leftovers(self.path)
+            if present:
+                os.replace(self.path, self.path.with_name(f"{NAME}.damaged"))
+            self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)  # it belongs to the old database
+            _write(self.path, self._rows.values(), logs)
 
     def _reconcile(self) -> None:
         """Add shards without a row; quarantine those with a note or a file of another size, and rows without a file
         until it returns. Other processes may write meanwhile: what they say of a shard stands."""
-        rows, files = {row.name: row for row in self._rows()}, self._files()
+        rows, files = dict(self._rows), self._files()
         new = self._read_files(name for name in files if name not in rows)
         for row in new:
             self._say(f"{row.path}: was not in the catalogue; added as {row.state}")
         if new:
             self._put(new, insert=PUT.replace("REPLACE", "IGNORE"))
+            if self.writable:
+                self._load()
         for name, row in rows.items():
             if row.state == "healthy" and (reason := _unfit(row)):
                 after, text = _quarantined(row, reason), f"{reason}; quarantined"
@@ -294,10 +300,16 @@ class Catalogue:
 
     def _exchange(self, before: ShardRow, after: ShardRow) -> bool:
         """Put a row in the place of another, unless another process has written that meanwhile."""
+        self._rows[after.name] = after
+        if not self.writable:
+            return True
         statement = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
         values = (after.state, after.reason, _values(after)[-1], after.name, _values(before)[-1])
         with self._connection() as db:
-            return db.execute(statement, values).rowcount > 0
+            changed = db.execute(statement, values).rowcount > 0
+        if not changed:
+            self._load()
+        return changed
 
     def _read_files(self, names: Iterable[str]) -> list[ShardRow]:
         """Rows made from files; those that are no shards are left out."""
@@ -333,45 +345,26 @@ class Catalogue:
         return "" if same else "its bytes differ from those that were written (SHA-256)"
 
     def _named(self, name: str) -> ShardRow:
-        rows = {row.name: row for row in self._rows()}
-        if name not in rows:
+        if name not in self._rows:
             raise CatalogueError(f"{self.path} has no shard '{name}'; .shards(state=None) lists all")
-        return rows[name]
-
-    def _is_present(self) -> bool:
-        """An empty file is what a process leaves that is killed while it makes the first row."""
-        return self.path.is_file() and self.path.stat().st_size > 0
-
-    def _rows(self) -> list[ShardRow]:
-        """Every row, by name; where one is not what was written, the catalogue is rebuilt."""
-        with self._connection() as db:
-            stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards ORDER BY name").fetchall()
-        rows = []
-        for *columns, digest in stored:
-            if digest == _digest(columns) and (row := _row_of(columns, self.folder)):
-                rows.append(replace(row, remote=self.folder) if self.remote else row)
-        if len(rows) == len(stored):
-            return rows
-        self._rebuild("a row was changed or damaged")
-        return self._rows()
+        return self._rows[name]
 
     def _put(self, rows: Sequence[ShardRow], logs: Iterable[Log] = (), insert: str = PUT) -> None:
         if self.writable:
-            self._memory = None
-        with self._connection() as db:
-            _fill(db, rows, logs, insert)
+            with self._connection() as db:
+                _fill(db, rows, logs, insert)
+        self._rows |= {row.name: row for row in rows}
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one short transaction, committed unless there is an exception."""
-        if self.writable and self._is_present():  # another process may have added the first shard
-            self._memory = None
-        if self._memory is not None:
-            with self._memory:
-                yield self._memory
-            return
-        with closing(sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")) as db, db:
-            db.text_factory = _text
+        """A connection for one short transaction, committed unless there is an exception; without lock files where
+        nothing can be written."""
+        if self.writable:
+            db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
+        else:
+            db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        db.text_factory = lambda text: text.decode("utf-8", "replace")  # what is no text is left to the digest
+        with closing(db), db:
             yield db
 
 
@@ -444,25 +437,12 @@ def _fill(db: sqlite3.Connection, rows: Iterable[ShardRow], logs: Iterable[Log],
     db.executemany(PUT_IMPORT, map(_import_values, logs))
 
 
-def _in_memory(rows: Iterable[ShardRow] = (), logs: Iterable[Log] = ()) -> sqlite3.Connection:
-    db = sqlite3.connect(":memory:", check_same_thread=False)
-    db.text_factory = _text
-    with db:
-        _fill(db, rows, logs)
-    return db
-
-
-def _copy(db: sqlite3.Connection, path: Path) -> None:
-    """Copy a database to `path`, whole or not at all."""
+def _write(path: Path, rows: Iterable[ShardRow], logs: Iterable[Log]) -> None:
+    """Write a database, whole or not at all."""
     temporary = path.parent / f"{path.name}.{os.getpid()}.tmp"
     try:
-        with closing(sqlite3.connect(temporary)) as copy:
-            db.backup(copy)
+        with closing(sqlite3.connect(temporary)) as db, db:
+            _fill(db, rows, logs)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _text(data: bytes) -> str:
-    """What is no text is left to the digest."""
-    return data.decode("utf-8", "replace")
