@@ -36,7 +36,9 @@ GAME = re.compile(r"lichess\.org/(\w{8})")
 Found = list[tuple[int, tuple[str, Any]]]  # number of an entry, FEN and what else its line says
 
 
-def _settle(entries: ParseResult, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]) -> int:
+def _settle(
+    entries: ParseResult, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]
+) -> int:
     """Refuse the entries with a fault, and leave out those of Chess960; how many are left."""
     for (number, _), fault, detail in zip(found, faults, details, strict=True):
         if fault == notation.CHESS960:
