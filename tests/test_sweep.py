@@ -30,11 +30,12 @@ from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
 from matrixlib.runs import fleet, record, sweep
 from matrixlib.runs import run as runs
-from matrixlib.runs.sweep import Range, SweepConfig, load_sweep, request
+from matrixlib.runs.sweep import SweepConfig, load_sweep, request
 from matrixlib.tasks import get_task, load_config
 
 pytest.importorskip("optuna")
 RATE = "optim.learning_rate"
+points_of = definitions("sweep")["points_of"]
 Curve = Callable[[Mapping[str, Any], int, int], float]
 """(overrides, seed, update) -> validation loss."""
 
@@ -111,19 +112,16 @@ def states(shown: Shown) -> list[str]:
 
 @given(low=st.integers(-50, 50), width=st.integers(1, 40), points=st.integers(2, 9))
 def test_a_range_gives_points_in_it_in_order(low: int, width: int, points: int) -> None:
-    whole, parts = sweep.parse("x", f"{low}..{low + width}"), sweep.parse("x", f"{low}.0..{low + width}.0 in {points}")
-    assert isinstance(whole, Range)
-    assert isinstance(parts, Range)
-    assert whole.grid("x") == list(range(low, low + width + 1))
-    values = parts.grid("x")
+    assert points_of("x", sweep.parse("x", f"{low}..{low + width}")) == list(range(low, low + width + 1))
+    values = points_of("x", sweep.parse("x", f"{low}.0..{low + width}.0 in {points}"))
     assert (values[0], values[-1], len(values)) == (low, low + width, points)
     assert values == sorted(values)
 
 
 def test_a_logarithmic_grid_has_few_digits_and_every_preset_is_a_sweep() -> None:
-    assert sweep.grid(SweepConfig(space={RATE: "log 1e-4..1e-2 in 5"})) == [
-        {RATE: value} for value in (0.0001, 0.0003162, 0.001, 0.003162, 0.01)
-    ]
+    assert points_of(RATE, sweep.parse(RATE, "log 1e-4..1e-2 in 5")) == [0.0001, 0.0003162, 0.001, 0.003162, 0.01]
+    with pytest.raises(ConfigError, match=r"a grid needs the number of points of 'optim\.learning_rate'"):
+        points_of(RATE, sweep.parse(RATE, "1e-4..1e-2"))
     for name in config.presets(PARAMS / "sweep"):
         assert sweep.search_space(load_sweep(name))
 
@@ -139,7 +137,6 @@ BUDGETS = {"space": {"preset": ["demo", "small"]}, "steps": 0, "measure": "polic
         ({"space": {RATE: "1e-2 to 1e-4"}}, "a range such as 0..0.3"),
         ({"space": {RATE: "1e-2..1e-4"}}, "the first number must be less"),
         ({"space": {RATE: "log 0..1 in 3"}}, "begin above 0"),
-        ({"space": {RATE: "1e-4..1e-2"}}, "a grid needs the number of points of 'optim.learning_rate'"),
         ({"space": {RATE: [0.1, 0.1]}}, "values that differ"),
         ({"space": {"seed": [0, 1]}}, "'seed' is the same for all trials"),
         ({"space": {"validation.limit": [64, 128]}}, "measured on other rows"),

@@ -2,8 +2,6 @@
 
 import os
 import platform
-import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -68,13 +66,8 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_not_it(
     ("summary", "word", "text"),
     [
         ({"complete": True, "steps": 500}, "complete", "ended: 500 updates"),
-        (
-            {"complete": True, "steps": 5, "stopped_early": "target"},
-            "complete",
-            "ended: 5 updates, stopped early: target",
-        ),
+        ({"complete": True, "steps": 5, "stopped_early": "x"}, "complete", "ended: 5 updates, stopped early: x"),
         ({"end": "halted", "steps": 7, "reason": "10 in a row"}, "halted", "halted after 7 updates: 10 in a row"),
-        ({"end": "failed", "steps": 7, "reason": "OSError: x"}, "failed", "failed after 7 updates: OSError: x"),
         ({}, "begun", "has not made an update yet"),
     ],
 )
@@ -91,7 +84,7 @@ def test_a_run_that_goes_on_is_not_what_its_old_summary_says(tmp_path: Path) -> 
         assert watch.standing(tmp_path / "run", NOW).word == word
 
 
-@pytest.mark.parametrize("more", [{"phase": ["training"]}, {"step_seconds": -5.0}, {"step": "many"}, {"time": "now"}])
+@pytest.mark.parametrize("more", [{"step_seconds": -5.0}, {"time": "now"}])
 def test_a_damaged_heartbeat_is_none(tmp_path: Path, more: dict[str, Any]) -> None:
     beat(tmp_path / "run", 3, **more)
     assert watch.standing(tmp_path / "run", NOW).word == "begun"
@@ -112,14 +105,6 @@ def test_index_browse_and_the_command_say_it(reports: Path, capsys: pytest.Captu
     assert watch.main(["busy", "broken"]) == 0
     assert "has not made an update yet" in capsys.readouterr().out
     assert watch.main(["absent"]) == watch.main(["x" * 5000]) == 2
-    for seconds in ("-1", "nan", "inf"):
-        with pytest.raises(SystemExit):
-            watch.main(["--every", seconds])
     page = report.write_index(reports).read_text(encoding="utf-8")
     assert '<span class="fail">stalled</span>' in page
     assert '<span class="open">training</span>' in page
-
-
-def test_it_loads_no_torch() -> None:
-    code = "import sys, matrixlib.runs.watch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

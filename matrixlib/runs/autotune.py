@@ -1,5 +1,5 @@
 """What is measured before a run begins, with updates of a throwaway model: whether device and dtype compute what the
-CPU does, how many updates fit in the time, where the memory goes.
+CPU does, how many updates fit in the time.
 """
 
 from __future__ import annotations
@@ -106,22 +106,13 @@ def fit_steps(data: RunData) -> int:
 
 def measure_peak(folder: Path, runtime: runtimes.Runtime, flops: float | None) -> float | None:
     """Rows a second that would take the device's whole matrix rate, measured as the run in `folder` begins; kept in
-    run.json, also for when it is resumed. flops: of a row. None without them, or without memory to measure.
-    """
+    run.json, also for when it is resumed. flops: of a row; None without them."""
     if not flops:
         return None
     record = read_json(folder / "run.json")
     needs = {"device": runtime.device, "dtype": runtime.dtype, "position_flops": flops}
     peak = record.get("peak", {})
     if not needs.items() <= peak.items():
-        from matrixlib.engine.memory import out_of_memory
-
-        try:
-            gflops = speed.matrix_rate(runtime.device, runtime.dtype, runtime.threads)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            return None
-        peak = {"gflops": gflops} | needs
+        peak = {"gflops": speed.matrix_rate(runtime.device, runtime.dtype, runtime.threads)} | needs
         write_json(folder / "run.json", record | {"peak": peak})
     return float(peak["gflops"] * 1e9 / flops)

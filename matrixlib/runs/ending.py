@@ -25,26 +25,21 @@ if TYPE_CHECKING:
 
 UNDRAWN = frozenset({"sweep", "faults"})
 """Kinds of run of which there are many and few are looked at: their pictures and pages, which take seconds, are made by
-`python -m matrixlib.runs.report RUN`, of a sweep's best ones as it ends."""
+`python -m matrixlib.runs.report RUN`."""
 CURVE_POINTS = 40
 """Of the loss, in summary.json: the index draws them."""
 
 
 def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn.Module) -> None:
-    """Of a run that has reached its end: evaluate it, that is `model`, on the held-out data and write everything
-    down.
-    """
-
+    """Evaluate `model`, of a run that has reached its end, on the held-out data and write everything down."""
     spec, config, runtime = data.spec, data.config, data.runtime
     trainer.write_heartbeat("evaluation", force=True)
     rows = metrics.read(trainer.metrics.path)
     net = spec.network(model, config, runtime)
     net.lesson = data.teacher.record if data.teacher is not None else {}
     figures = spec.evaluate(net, data.validation, data.catalogue)
-    rate = statistics.median(row["throughput"] for row in rows)
+    shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
     summary = {
-        "run": folder.name,
-        "preset": preset,
         "complete": True,
         "steps": trainer.step,
         "planned_steps": config.train.steps,
@@ -54,62 +49,47 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn
         "positions": trainer.step * config.train.batch_size,
         "lost_rows": {split: round(data.lost(split), 6) for split in ("train", "validation")},
         "seconds": round(sum(row["seconds"] * row.get("updates", 1) for row in rows), 1),
-        "positions_per_second": round(rate),
-        "share_of_peak": share_of_peak(rows),
+        "positions_per_second": round(statistics.median(row["throughput"] for row in rows)),
+        "share_of_peak": statistics.median(shares) if shares else None,
         "peak_gflops": read_json(folder / "run.json").get("peak", {}).get("gflops"),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "evaluation": figures,
         "headline": spec.headline(figures),
-        "runtime": runtime.to_dict(),
     }
-    _write(folder, summary, rows)
+    _write(folder, preset, runtime, summary, rows)
     trainer.write_heartbeat("stopped", force=True)
 
 
 def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException) -> None:
-    """Of a run that was halted, failed or was interrupted: write down why, and draw what there is. The error gets a
-    note of where it lies, or of why even that failed; nothing is raised over it.
-    """
-
+    """Write down why a run was halted, failed or was interrupted, and draw what there is. The error gets a note of
+    where it lies, or of why even that failed; nothing is raised over it."""
     if not (folder / "metrics.jsonl").exists():  # not one update was begun
         return
-    word = "failed"
+    word = "failed" if isinstance(error, Exception) else "interrupted"  # by Ctrl-C, SIGTERM
     if isinstance(error, TrainingHalted):
         word = "halted"
-    elif not isinstance(error, Exception):  # Ctrl-C, SIGTERM
-        word = "interrupted"
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
     try:
         rows = metrics.read(folder / "metrics.jsonl")
-        summary = {
-            "run": folder.name,
-            "preset": preset,
-            "complete": False,
-            "end": word,
-            "reason": " ".join(f"{type(error).__name__}: {error}".split()),
-            "steps": rows[-1]["step"] if rows else 0,
-            "runtime": runtime.to_dict(),
-        }
-        where = _write(folder, summary, rows)
+        summary = {"complete": False, "end": word, "reason": reason, "steps": rows[-1]["step"] if rows else 0}
+        where = _write(folder, preset, runtime, summary, rows)
     except (OSError, ValueError) as failed:  # such as a full disk, which may well be what ended the run
         error.add_note(f"no report could be written: {failed}")
     else:
         error.add_note(f"{'curves and report' if where.suffix == '.html' else 'summary'}: {where}")
 
 
-def share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Median share of the device's matrix rate over updates; None where it was not measured."""
-    shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
-    return statistics.median(shares) if shares else None
-
-
-def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+def _write(
+    folder: Path, preset: str, runtime: Runtime, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> Path:
     """summary.json, training.png, report.html and the index; path of the report, or of the summary without one."""
     from matrixlib.runs import report
 
     losses = [row["loss"] for row in rows if math.isfinite(row.get("loss", math.nan))]
     parts = np.array_split(losses, min(CURVE_POINTS, len(losses))) if losses else []
     curve = [round(float(part.mean()), 4) for part in parts]
-    write_json(folder / "summary.json", {**summary, "curve": curve, "ended": files.utc_now()})
+    whole = {"run": folder.name, "preset": preset, **summary, "runtime": runtime.to_dict(), "curve": curve}
+    write_json(folder / "summary.json", whole | {"ended": files.utc_now()})
     if read_json(folder / "run.json").get("kind") in UNDRAWN:
         return folder / "summary.json"
     path = report.write_report(folder)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas
 from IPython import get_ipython
+from IPython.core.pylabtools import select_figure_formats
 from pydantic import TypeAdapter, ValidationError
 
 from matrixlib import files
@@ -92,7 +93,7 @@ def clean_errors() -> None:
         pandas.set_option("display.expand_frame_repr", False)
         shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
         warnings.formatwarning = _warning_line
-        shell.display_formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _png)
+        select_figure_formats(shell, {"png"}, bbox_inches=None, dpi=100)  # with no backend chosen
 
 
 class Verdict:
@@ -150,13 +151,6 @@ def _warning_line(
     if "ipykernel" in filename or Path(filename).is_relative_to(files.PACKAGE):
         return f"warning: {message}\n"
     return _DEFAULT_FORMAT(message, category, filename, lineno, line)
-
-
-def _png(figure: Any) -> Any:
-    """A matplotlib Figure as a cell shows it, with no backend chosen."""
-    from IPython.core.pylabtools import print_figure
-
-    return print_figure(figure, "png", bbox_inches=None, dpi=100)
 
 
 def _show_error(

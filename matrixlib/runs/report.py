@@ -11,7 +11,6 @@ left out or damaged is named. The page is templates/page.html.
 from __future__ import annotations
 
 import base64
-import html
 import logging
 import os
 import re
@@ -19,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import pandas
 from pandas import DataFrame
@@ -78,27 +76,29 @@ def write_report(run_folder: Path) -> Path:
         rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")) or ""
         sections += _pictures(folder, rows)
+        chosen = dict(summary.get("runtime") or record.get("runtime") or {})
+        reasons, _ = chosen.pop("reasons", {}), chosen.pop("requested", None)
         known = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
         details = [
             ("Warnings", "\n".join(_messages(rows))),
             ("Stability", _stability(rows)),
-            ("Runtime", _runtime(summary.get("runtime") or record.get("runtime") or {})),
+            ("Runtime", _rows({name: (words(chosen[name]), reasons.get(name, "")) for name in chosen})),
             ("Configuration", configuration),
-            ("Environment", _column(known | record.get("versions", {}))),
+            ("Environment", _rows(known | record.get("versions", {}))),
             ("Parts that are missing or damaged", "\n".join(problems)),
         ]
-    else:
-        pictures = sorted(folder.glob("*.png"))
-        sections += [(path.stem.replace("-", " ").capitalize(), path.read_bytes()) for path in pictures]
+    else:  # the folder of a notebook that trains nothing
+        sections += [(path.stem.capitalize(), path.read_bytes()) for path in sorted(folder.glob("*.png"))]
     row = _row(folder, summary, record)
     page = _page(
         row["run"],
-        (_executed_notebook(folder) or _html(sections)) + _html(details),
-        outcome=row["verdict"],
-        why=row["why"],
+        row=row,
         verdict=summary.get("verdict", {}),
         headline=summary.get("headline", ""),
-        facts=[f"{name} {_text(name, row[name])}" for name in ("preset", "started", *FACTS.values()) if row[name]],
+        facts=[name for name in ("preset", "started", *FACTS.values()) if row[name]],
+        notebook=_executed_notebook(folder),
+        sections=sections,
+        details=details,
     )
     path = folder / "report.html"
     files.write_text(path, page)
@@ -149,17 +149,11 @@ def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
     root = Path(root) if root is not None else reports_root()
     root.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for row in frame(root).to_dict("records"):
-        texts = {name: html.escape(_text(str(name), value)) for name, value in row.items() if name != "why"}
-        texts["verdict"] = f'<span class="{COLOURS.get(row["verdict"], "open")}">{texts["verdict"]}</span>'
-        if (root / row["run"] / "report.html").exists():
-            texts["run"] = f'<a href="{quote(row["run"])}/report.html">{texts["run"]}</a>'
-        rows.append(texts)
-    table = DataFrame(rows).to_html(escape=False, index=False, border=0) if rows else "<p>No runs yet.</p>"
-    note = "<p><code>python -m matrixlib.runs.watch</code> lists every run and its status.</p>"
+    runs = [row | {"page": (root / row["run"] / "report.html").exists()} for row in frame(root).to_dict("records")]
     path = root / "index.html"
-    files.write_text(path, _page("Runs", f'<div class="wide">{table}</div>{note}'))
+    files.write_text(
+        path, _page("Runs", runs=runs, columns=[name for name in (runs or [{}])[0] if name not in ("why", "page")])
+    )
     return path
 
 
@@ -196,14 +190,13 @@ def main(arguments: Sequence[str]) -> int:
 # The page
 
 
-def _page(title: str, body: str, **content: Any) -> str:
-    """templates/page.html; everything but `body` is escaped."""
+def _page(title: str, **content: Any) -> str:
+    """templates/page.html."""
     from jinja2 import Environment, PackageLoader
 
     pages = Environment(loader=PackageLoader("matrixlib.runs"), autoescape=True)
-    return pages.get_template("page.html").render(
-        title=title, body=body, time=files.utc_now(), colours=COLOURS, **content
-    )
+    pages.filters |= {"base64": lambda data: base64.b64encode(data).decode(), "text": _text}
+    return pages.get_template("page.html").render(title=title, time=files.utc_now(), colours=COLOURS, **content)
 
 
 def _executed_notebook(folder: Path) -> str:
@@ -234,24 +227,7 @@ def _executed_notebook(folder: Path) -> str:
     return exporter.from_notebook_node(notebook)[0]
 
 
-def _html(sections: Sequence[Section]) -> str:
-    """Sections with something in them."""
-    parts = []
-    for heading, content in sections:
-        title = html.escape(heading)
-        if isinstance(content, DataFrame):
-            table = content.to_html(header=content.columns.dtype == object, border=0, classes="figures")
-            element = f'<div class="wide">{table}</div>'
-        elif isinstance(content, bytes):
-            element = f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
-        else:
-            element = f"<pre>{html.escape(content)}</pre>"
-        if len(content):
-            parts.append(f"<h2>{title}</h2>\n{element}\n")
-    return "".join(parts)
-
-
-def _text(name: str, value: Any) -> str:
+def _text(value: Any, name: str) -> str:
     """One value of `frame`, for people."""
     if value is None or value != value:  # NaN: a column of numbers has it for None
         return ""
@@ -326,19 +302,13 @@ def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
             numbers = table[columns].ffill().iloc[-1] if which == "last" else table[columns].agg(which)
             part = re.fullmatch(pattern, str(numbers.idxmax()))
             found[name] = form.format(numbers.max(), *(part.groups() if part else ()))
-    return _column(found)
+    return _rows(found)
 
 
-def _runtime(runtime: Mapping[str, Any]) -> DataFrame:
-    """What was chosen, and why."""
-    chosen = {name: value for name, value in runtime.items() if name not in ("reasons", "requested")}
-    reasons = runtime.get("reasons", {})
-    rows = {name: (words(value), str(reasons.get(name, ""))) for name, value in chosen.items()}
-    return DataFrame.from_dict(rows, orient="index")
-
-
-def _column(values: Mapping[str, Any]) -> DataFrame:
-    return DataFrame.from_dict({name: [str(value)] for name, value in values.items()}, orient="index")
+def _rows(values: Mapping[str, Any]) -> DataFrame:
+    """A row for each name, with what it has in its columns."""
+    rows = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+    return DataFrame.from_dict(rows, orient="index").astype(str)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from matrixlib import files
@@ -43,7 +42,6 @@ HELD_OUT = ("data.source", "data.suspicious")
 """Keys on which the held-out rows depend in every task."""
 LESS_IS_BETTER = ("loss", "kl", "nll")
 """Last words of such figures; of others `highest` must say it."""
-SIGNIFICANT_DIGITS = 4  # of a grid's points: what a person would type
 REASON_CHARACTERS = 2000
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"(log )?({_NUMBER})\.\.({_NUMBER})(?: in (\d+))?")
@@ -111,16 +109,6 @@ class Range:
     whole: bool = False
     points: int = 0
 
-    def grid(self, key: str) -> list[float]:
-        """Its points; ConfigError for a range that does not say how many."""
-        if not self.points and not (self.whole and not self.log):
-            raise ConfigError(f"space: a grid needs the number of points of '{key}': write '... in 5', or a list")
-        spaced = np.geomspace if self.log else np.linspace
-        values = spaced(self.low, self.high, self.points or int(self.high - self.low) + 1).tolist()
-        if self.whole:
-            return list(dict.fromkeys(map(round, values)))
-        return [min(max(float(f"{v:.{SIGNIFICANT_DIGITS}g}"), self.low), self.high) for v in values]
-
 
 def parse(key: str, values: Any) -> list[Any] | Range:
     """`[4, 6, 8]`, `0..0.3`, `2..8` or `log 1e-4..1e-2 in 5`; ConfigError for anything else."""
@@ -159,13 +147,6 @@ def search_space(sweep: SweepConfig) -> dict[str, list[Any] | Range]:
     return arms | own | ({"compute": list(sweep.compute)} if sweep.compute else {})
 
 
-def grid(sweep: SweepConfig) -> list[dict[str, Any]]:
-    """Values of every trial of a grid, the last dimension going round first."""
-    space = search_space(sweep)
-    points = [values.grid(key) if isinstance(values, Range) else values for key, values in space.items()]
-    return [dict(zip(space, values, strict=True)) for values in itertools.product(*points)]
-
-
 def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: str = "auto") -> SweepConfig:
     """Read a sweep's preset by name, from params/sweep/, or a YAML file by path. overrides: replace whole options.
 
@@ -196,8 +177,6 @@ def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: 
         and (sweep.width in sweep.space or any(sweep.width in arm for arm in others)),
     }
     _refuse(name, problems)
-    if method == "grid":
-        grid(sweep)
     configs = [load_config(*request(sweep, values)) for values in edges(space)]
     first, spec = configs[0], get_task(configs[0].task)
     tasks = ", ".join({config.task for config in configs} - {first.task})

@@ -41,7 +41,7 @@ class Events:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl: its numbers as scalars; warnings, and a phase that begins, as text."""
-        step, when = int(row["step"]), _seconds(row.get("time"))
+        step, when = int(row["step"]), datetime.fromisoformat(row["time"]).timestamp() if "time" in row else None
         for name, value in flatten({key: row[key] for key in row if key not in NOT_SCALAR}):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(name, value, step, walltime=when)
@@ -56,32 +56,19 @@ class Events:
         self._writer.close()
 
 
-def export(folder: Path) -> Path:
-    """Events of a run that has been trained without them; returns their folder. ValueError where there is no run."""
-    path = folder / "metrics.jsonl"
-    if not os.path.isfile(path):
-        raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
-    events = Events(folder, metrics.read(path))
-    events.close()
-    return events.folder
-
-
-def _seconds(when: str | None) -> float | None:
-    return datetime.fromisoformat(when).timestamp() if when else None
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Command line: export runs, by name or folder."""
-    root = files.reports_root()
-    try:
-        if not arguments:
-            raise ValueError("name a run: python -m matrixlib.runs.tensorboard <run>")
-        for run in arguments:
-            print(export(Path(run) if os.path.isdir(run) else root / run))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    """Command line: make the events of runs, by name or folder, that have been trained without them."""
+    for run in arguments:
+        folder = Path(run) if os.path.isdir(run) else files.reports_root() / run
+        if not os.path.isfile(folder / "metrics.jsonl"):
+            print(f"no run at '{folder}': expected a folder with metrics.jsonl", file=sys.stderr)
+            return 1
+        events = Events(folder, metrics.read(folder / "metrics.jsonl"))
+        events.close()
+        print(events.folder)
+    if not arguments:
+        print("name a run: python -m matrixlib.runs.tensorboard <run>", file=sys.stderr)
+    return 0 if arguments else 1
 
 
 if __name__ == "__main__":

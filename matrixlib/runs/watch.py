@@ -8,16 +8,14 @@ The exit code is 1 where a run is stalled.
 """
 
 import argparse
-import math
 import os
 import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from pydantic import AwareDatetime, BaseModel, NonNegativeFloat
@@ -34,8 +32,7 @@ UNDER_WAY = ("training", "validating", "evaluating", "stalled", "gone")
 SHOWN = 20  # runs at most without names
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """How a run stands. word: begun, training, validating, evaluating, stalled, gone, stopped, complete, halted, failed
     or interrupted; text: the same with what there is to say about it."""
 
@@ -69,7 +66,7 @@ class Heartbeat(BaseModel):
             return process.create_time() <= self.time.timestamp() + 1 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.AccessDenied:
             return True
-        except (psutil.NoSuchProcess, ValueError, OverflowError):
+        except psutil.NoSuchProcess:
             return False
 
 
@@ -137,22 +134,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m matrixlib.runs.watch", description="How each run stands.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="name or folder; without any, those that began last")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")
-    options = parser.parse_args(arguments)
-    if not 0 <= options.every < math.inf:
-        parser.error(f"--every {options.every:g}: give seconds, from 0")
-    root = files.reports_root()
+    options, root = parser.parse_args(arguments), files.reports_root()
     folders = [Path(name) if os.path.isdir(name) else root / name for name in options.runs]
     if absent := [folder for folder in folders if not os.path.isdir(folder)]:
         print(f"no run at {absent[0]}; runs are the folders under {root}", file=sys.stderr)
         return 2
     while True:
         shown = folders or [folder for folder in run_folders(root) if (folder / "run.json").exists()][:SHOWN]
-        standings = {folder: standing(folder) for folder in shown}
-        width = max((len(folder.name) for folder in shown), default=0)
+        standings = {folder.name: standing(folder) for folder in shown}
         print(clock_time() if shown else f"no runs under {root}")
-        for folder, state in standings.items():
-            print(f"  {folder.name:{width}}  {state.text}", flush=True)
-        if not options.every:
+        for name, state in standings.items():
+            print(f"  {name:{max(map(len, standings))}}  {state.text}", flush=True)
+        if options.every <= 0:
             return int(any(state.word == "stalled" for state in standings.values()))
         time.sleep(options.every)
 
