@@ -25,19 +25,16 @@ class ConfigError(ValueError):
 
 
 def _number(value: Any) -> Any:
-    """PyYAML reads ``3e-4`` as a string: accept a string that ``float()`` reads fully, for float fields only."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    """PyYAML reads ``3e-4`` as a string: accept one that ``float()`` reads fully, for float fields only."""
+    return float(value) if isinstance(value, str) else value
 
 
 Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 NonNegative = Annotated[Real, Field(ge=0)]
 Fraction = Annotated[Real, Field(ge=0, le=1)]
+AboveZero = Annotated[Real, Field(gt=0, le=1)]
+BelowOne = Annotated[Real, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=1 << 53)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 53)]
 Rows = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -76,72 +73,45 @@ def option(default: Any, description: str, **limits: Any) -> Any:
 
 class DataConfig(Section):
     source: str = option("", "a folder of shards, its URL (s3://...), or a name that the task knows")
-    cache: Positive = option(
-        20.0, "GiB that blocks of data sets with a URL may take on this machine, all of them together"
-    )
-    limit: CountOrZero = option(
-        0, "use only N training positions, the first of each source, of all the same share; 0 = all"
-    )
-    window_blocks: CountOrZero = option(
-        0, "shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
-    )
+    cache: Positive = option(20.0, "GiB on this machine for the shards of all data sets with a URL")
+    limit: CountOrZero = option(0, "first N training positions, the same share of each source; 0 = all")
+    window_blocks: CountOrZero = option(0, "shuffle window in blocks of 4,096 records; 0 = all (data fits in memory)")
     suspicious: Literal["use", "quarantine"] = option(
-        "use", "shards that an import found far from the others of their source: use or leave out"
+        "use", "shards that an import found unlike others of their source"
     )
     workers: ProcessesOrZero | Auto = option("auto", "loader processes; 0 = in the main process")
     prefetch: Processes | Auto = option("auto", "updates prepared ahead by each worker")
-    timeout: NonNegative = option(
-        300.0, "seconds without a batch after which the workers count as hung and are started again; 0 = never"
-    )
-    max_lost: Fraction = option(
-        0.2, "share of the training or of the held-out rows in damaged blocks above which the run ends"
-    )
+    timeout: NonNegative = option(300.0, "seconds without a batch until workers are restarted; 0 = never")
+    max_lost: Fraction = option(0.2, "share of training or held-out rows in damaged blocks that ends the run")
 
 
 class OptimConfig(Section):
     optimiser: Literal[Elementwise, "muon", "normuon", "schedule_free", "adamw_8bit"] = option(
         "adamw",
-        "`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers, `normuon` with all "
-        "outputs moved alike; `schedule_free`: AdamW with an average of its own in place of decay and ema_decay; "
-        "`adamw_8bit` keeps small moments; `lamb` and `adafactor` cost top-1 (guide of verdicts)",
+        "`muon`: orthogonal updates of hidden matrices, `normuon` with neuron-wise normalisation; `schedule_free`: an "
+        "average in place of decay and ema_decay; `lamb`, `adafactor`: worse top-1 (guide of verdicts)",
     )
-    learning_rate: Annotated[Real, Field(ge=0)] = option(0.003, "peak learning rate")
-    rate_batch: CountOrZero = option(
-        0,
-        "`train.batch_size` that learning_rate is for: with another it grows with the root of their ratio; "
-        "0 = as it stands",
-    )
+    learning_rate: NonNegative = option(0.003, "peak learning rate")
+    rate_batch: CountOrZero = option(0, "`train.batch_size` of learning_rate, which scales with its root; 0 = unscaled")
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
-    decay_share: Annotated[Real, Field(gt=0, le=1)] = option(
-        1.0, "last part of the updates after the warm-up in which the rate decays, from the peak"
-    )
+    decay_share: AboveZero = option(1.0, "last part of the updates after the warm-up, in which the rate decays")
     restarts: CountOrZero = option(0, "times that the decay begins anew at the peak (warm restarts)")
     final_fraction: Fraction = option(0.05, "learning rate at the last update as a share of the peak")
     warmup_steps: CountOrZero = option(10, "updates of linear warm-up (first update: 1/warmup, not 0)")
     weight_decay: NonNegative = option(
-        0.05, "decoupled decay, of adam, sgd and rmsprop a part of the gradient; never on norms, biases and embeddings"
+        0.05, "decoupled (adam, sgd, rmsprop: in the gradient); not on norms, biases, embeddings"
     )
     beta1: Fraction = option(0.9, "decay of Adam's first moment")
     beta2: Fraction = option(0.98, "decay of Adam's second moment, and of rmsprop's")
     eps: Positive = option(1e-08, "Adam's epsilon")
-    momentum: Annotated[Real, Field(ge=0, lt=1)] = option(0.95, "of muon's matrices, and of sgd")
+    momentum: BelowOne = option(0.95, "of muon's matrices, and of sgd")
     clip_norm: Positive = option(1.0, "global gradient norm above which gradients are scaled down")
-    noise: NonNegative = option(
-        0.0, "variance of normal noise on the gradients at the first update; 0.01 costs top-1 (guide of verdicts)"
-    )
+    noise: NonNegative = option(0.0, "variance of normal gradient noise at the first update; 0.01 costs top-1")
     noise_decay: NonNegative = option(0.55, "g of its decay, noise / (1 + update)^g")
-    plateau: CountOrZero = option(
-        0, "full validations without improvement after which the rate is cut for good; 0 = never"
-    )
+    plateau: CountOrZero = option(0, "full validations without improvement until the rate is cut for good; 0 = never")
     plateau_factor: Annotated[Real, Field(gt=0, lt=1)] = option(0.5, "what the schedule's rate is multiplied by then")
-    ema_decay: Annotated[Real, Field(ge=0, lt=1)] = option(
-        0.999, "exponential moving average of the weights, evaluated and exported; 0 = off"
-    )
-    swa: Fraction = option(
-        0.0,
-        "share of the updates, the last ones, over which a plain mean of the weights is made in place of "
-        "that average (SWA); 0 = off",
-    )
+    ema_decay: BelowOne = option(0.999, "moving average of the weights, evaluated and exported; 0 = off")
+    swa: Fraction = option(0.0, "last share of the updates, over which the average is a plain mean (SWA); 0 = off")
     swa_interval: Count = option(10, "updates between two weights that go into this mean")
 
     @model_validator(mode="after")
@@ -158,17 +128,12 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     steps: Count | Auto = option("auto", "updates; `auto` = as many as fit in `minutes`, timed once as the run begins")
     minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
-    init: str = option(
-        "", "begin with these weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random ones"
-    )
+    init: str = option("", "initial weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random")
     init_partial: bool = option(False, "take what fits of them by name and shape; what is new or left out is listed")
     batch_size: Rows = option(128, "positions of one update")
     micro_batch: Count | Auto = option("auto", "positions of one forward pass; gradients are summed")
-    dropout_stages: tuple[Fraction, ...] = Field(
-        default=(),
-        max_length=5,
-        description="factors on the network's dropout, in equal parts of the run, such as [1, 0.75, 0.5, 0.25, 0] to "
-        "take it away by and by; empty = as it is",
+    dropout_stages: tuple[Fraction, ...] = option(
+        (), "factors on dropout in equal parts of the run, such as [1, 0.5, 0]; empty = none", max_length=5
     )
     statistics_interval: Count = option(500, "updates between output and gradient statistics")
     targets_interval: CountOrZero = option(0, "updates between rows of targets.jsonl; 0 = off")
@@ -177,9 +142,7 @@ class TrainConfig(Section):
 
 class ValidationConfig(Section):
     interval: Count | Auto = option(500, "updates between validations; `auto` = as often as `share` of the time allows")
-    share: Annotated[Real, Field(gt=0, lt=1)] = option(
-        0.05, "most of the training time that validation takes where interval is `auto`"
-    )
+    share: Annotated[Real, Field(gt=0, lt=1)] = option(0.05, "most of the time for validation where interval is `auto`")
     sample: Count = option(1024, "positions of the fixed sample that each validation uses")
     limit: CountOrZero = option(0, "use only N held-out rows, taken as those of data.limit; 0 = all")
     full_every: Count = option(3, "every k-th validation uses the whole set")
@@ -189,43 +152,35 @@ class ValidationConfig(Section):
     patience: CountOrZero = option(0, "full validations without improvement before stopping; 0 = off")
     min_delta: NonNegative = option(0.001, "what counts as an improvement of the validation loss")
     target_loss: NonNegative = option(
-        0.0, "stop at this full validation loss (0 = off); refused below the attainable floor"
+        0.0, "stop at this full validation loss; refused below the attainable floor; 0 = off"
     )
 
 
 class HealthConfig(Section):
-    window: Annotated[int, Field(ge=8)] = option(
-        50, "accepted updates that the running band of loss and gradient norm looks back on"
-    )
+    window: Annotated[int, Field(ge=8)] = option(50, "accepted updates in the running band of loss and gradient norm")
     band: Positive = option(10.0, "robust standard deviations above the median that make an outlier")
     patience: Count = option(5, "outliers in a row after which the run is rolled back")
     skips: Count = option(10, "non-finite updates in a row after which the run is rolled back")
     rollbacks: CountOrZero = option(3, "rollbacks of a run; one more stops it with a diagnosis")
-    rate_factor: Annotated[Real, Field(gt=0, le=1)] = option(0.5, "factor on the learning rate after a rollback")
+    rate_factor: AboveZero = option(0.5, "factor on the learning rate after a rollback")
     rate_recovery: CountOrZero = option(10, "updates over which the factor goes back to 1")
-    clip_warning: Annotated[Real, Field(gt=0, le=1)] = option(
-        0.1, "share of clipped gradients after the warm-up above which there is a warning"
-    )
-    update_warning: Positive = option(
-        0.1, "size of an update of a block over that of its weights, after the warm-up, above which there is a warning"
-    )
+    clip_warning: AboveZero = option(0.1, "share of clipped gradients after the warm-up that warns")
+    update_warning: Positive = option(0.1, "size of a block's update over its weights after the warm-up that warns")
     dead_warning: Fraction = option(0.05, "share of dead units of an activation above which there is a warning")
     hooks: bool = option(True, "replay a non-finite update to name the module where a value first stops being finite")
 
 
 class GatingConfig(Section):
     warmup_steps: CountOrZero = option(0, "updates over which self-supervised weights rise to their value")
-    freeze_steps: CountOrZero = option(
-        0, "updates without the self-supervised terms after an unstable one; 0 = never frozen"
-    )
+    freeze_steps: CountOrZero = option(0, "updates without self-supervised terms after an unstable one; 0 = never")
     seconds: NonNegative = option(
-        0.0, "time for the self-supervised terms in an update; 0 = no limit. A run with one is not reproducible"
+        0.0, "limit on the self-supervised terms of an update, which is not reproducible; 0 = none"
     )
 
 
 class MemoryConfig(Section):
     limit: Fraction = option(
-        0.0, "share of the accelerator's memory that this process may take; 0 = the library's own limit"
+        0.0, "share of the accelerator's memory that this process may take; 0 = the library's limit"
     )
     warn: Fraction = option(0.85, "share of that memory in use above which a warning is given")
     clear: Fraction = option(0.92, "share above which the allocator's cache is given back")
@@ -238,7 +193,7 @@ class CheckpointConfig(Section):
     keep_best: Count = option(1, "best checkpoints kept: the last ones that set a record of the full validation loss")
     keep_every: CountOrZero = option(0, "updates between checkpoints that are written and kept for good; 0 = none")
     compress: Annotated[int, Field(ge=0, le=19)] = option(
-        0, "zstd level of the tensor files; 0 = not compressed (weights shrink by a tenth only)"
+        0, "zstd level of the tensor files (a tenth smaller); 0 = none"
     )
 
 
@@ -246,19 +201,11 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "`auto` takes the best that works")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "autocast dtype; weights stay fp32")
     threads: Processes | Auto = option("auto", "intra-op threads on the CPU; part of what makes runs bit-equal")
-    rank_timeout: Positive = option(
-        600.0, "of several ranks: seconds after which one that does not answer counts as hung"
-    )
-    shard: bool = option(
-        False,
-        "of several ranks: each keeps a part of weights, gradients and optimiser's state, for networks that do not fit "
-        "on one device (FSDP2)",
-    )
+    rank_timeout: Positive = option(600.0, "seconds until a rank that does not answer counts as hung")
+    shard: bool = option(False, "each rank keeps a part of weights, gradients and optimiser state (FSDP2)")
     channels_last: bool | Auto = option("auto", "memory format of convolutions")
     compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = option(
-        False,
-        "torch.compile the model, in a mode of that (true = default); `auto` = on a GPU, and "
-        "without where the compiler fails",
+        False, "mode of torch.compile (true = default); `auto` = on a GPU where the compiler works"
     )
 
 
