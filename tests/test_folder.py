@@ -97,7 +97,7 @@ def test_damaged_neighbours_are_left_out_and_named_once(reports: Path, broken: l
 @pytest.mark.filterwarnings("ignore:run '")
 def test_a_damaged_run_that_is_asked_for_is_named(broken: list[str]) -> None:
     for name in broken:
-        with pytest.raises(runs.RunError, match=rf"run '{name}': .*{name}.*(bring it back|move it away)"):
+        with pytest.raises(ValueError, match=rf"{name}.*(bring it back|move it away)"):
             runs.finished_run(name)
 
 
@@ -122,10 +122,10 @@ def test_a_trained_run_that_lost_its_record_is_not_begun_anew(reports: Path) -> 
     with pytest.raises(runs.RunError, match=r"'mine' has no run\.json, but metrics\.jsonl and summary\.json: bring"):
         runs.open_run(run="mine")
     (folder / "run.json").write_text("[")
-    with pytest.raises(runs.RunError, match=r"run 'mine': .*run\.json is damaged"):
+    with pytest.raises(ValueError, match=r"mine/run\.json is damaged"):
         runs.open_run(run="mine")
     (folder / "run.json").write_text(json.dumps({"requested": {}, "runtime": {}}))
-    with pytest.raises(runs.RunError, match=r"run 'mine': its run\.json has no catalogue"):
+    with pytest.raises(ValueError, match=r"mine/run\.json has no catalogue"):
         runs.open_run(run="mine")
     (folder / "run.json").write_text(json.dumps(WHOLE))
     (folder / "summary.json").unlink()
@@ -213,5 +213,5 @@ def test_links_that_lead_nowhere_and_folders_in_the_place_of_files_are_named(rep
         with pytest.raises(files.FolderError, match=rf"reports cannot be written: .*{name}"):
             runs.open_run(run=name)
     (reports / "record" / "run.json").mkdir(parents=True)
-    with pytest.raises(runs.RunError, match=r"run\.json is no file: move it away"):
+    with pytest.raises(ValueError, match=r"run\.json is no file: move it away"):
         runs.open_run(run="record")

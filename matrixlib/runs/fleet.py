@@ -9,21 +9,17 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import platform
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from matrixlib import files
-from matrixlib.hardware import backend, machine
+from matrixlib.hardware import backend
 
 Kind: TypeAlias = Literal["local", "ray"]
 Part: TypeAlias = Callable[..., Any]
@@ -143,14 +139,7 @@ def _on_ray(
             if not running:
                 return
             for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0]:
-                host, facts, result = _get(ray, reference)
-                if facts != computing():
-                    warnings.warn(
-                        f"node {host} computes with {facts}, this machine with {computing()}: its results may differ "
-                        "in their last bits",
-                        stacklevel=3,
-                    )
-                yield running.pop(reference), result
+                yield running.pop(reference), _get(ray, reference)
     finally:
         for reference in running:
             ray.cancel(reference)
@@ -184,10 +173,9 @@ def _slots(nodes: Sequence[int], workers: int, gpu: bool) -> tuple[int, int]:
     return min(room, workers or room), threads
 
 
-def _task(part: Part, reports: str, *shared: Any) -> tuple[str, dict[str, str], Any]:
-    """On a node: (its name, what its bits depend on, the result)."""
+def _task(part: Part, reports: str, *shared: Any) -> Any:
     os.environ["MATRIXLIB_REPORTS"] = reports
-    return platform.node(), computing(), part(*shared)
+    return part(*shared)
 
 
 def _get(ray: Any, reference: Any) -> Any:
@@ -201,10 +189,3 @@ def _get(ray: Any, reference: Any) -> Any:
             f"a part was lost {MAX_RETRIES + 1} times, perhaps it is what ends its nodes ({reason}); what was done is "
             "kept: start again to go on"
         ) from error
-
-
-@cache
-def computing() -> dict[str, str]:
-    """Versions and instructions of this machine, on which the last bits of what it computes depend."""
-    versions = {name: metadata.version(name) for name in ("matrixlib", "torch", "numpy")}
-    return versions | {"instructions": " ".join(machine.processor().instructions)}

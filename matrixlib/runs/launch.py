@@ -19,6 +19,7 @@ import psutil
 
 from matrixlib import files, progress
 from matrixlib.hardware import machine
+from matrixlib.runs import report
 from matrixlib.runs import run as runs
 from matrixlib.runs.record import requested_config, run_folder
 from matrixlib.tasks import get_task, load_config
@@ -66,22 +67,21 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"run {folder.name}: notebooks/train.ipynb -> {_relative(folder / 'train.ipynb')}", flush=True)
     parameters = {"preset": options.preset, "device": options.device, "run": folder.name, "steps": options.steps}
     reason = _execute(folder, parameters | {"overrides": overrides, "ranks": options.ranks})
-    _write_report(folder)
+    if (folder / "summary.json").exists():  # an update was begun
+        report.main([folder.name])  # the executed notebook as a page, in place of the one that the run wrote
     for error, (words, number) in SIGNALS.items():
         if reason.startswith(error):
             print(f"{words}; the same command goes on from the last checkpoint", file=sys.stderr)
             return 128 + number
-    summary, report = files.read_json(folder / "summary.json"), _relative(folder / "report.html")
+    summary = files.read_json(folder / "summary.json")
     if summary.get("complete"):
         minutes, next_steps = summary["seconds"] / 60, get_task(load_config(options.preset).task).next_steps
         until = f"{minutes:.1f} min, until {progress.clock_time()}"
         print(f"{summary['positions']:,} positions in {until}; held-out: {summary['headline']}")
-        print(f"report: {report}")
+        print(f"report: {_relative(folder / 'report.html')}")
         print(f"next: open it in a browser; {next_steps.format(run=_relative(folder))}")
     if reason:
         print(reason, file=sys.stderr)
-        if not summary.get("complete") and (folder / "report.html").exists():
-            print(f"curves and report: {report}", file=sys.stderr)
         print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
     return 1 if reason else 0
 
@@ -97,20 +97,6 @@ def _write_base(preset: str, device: str, run: str) -> int:
     print(f"{_relative(path)}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers")
     print(f"next: train from it with -p init {_relative(current.folder)}")
     return 0
-
-
-def _write_report(folder: Path) -> None:
-    """The executed notebook as a page, in place of the one that the run wrote as it ended."""
-    from matrixlib.runs import report
-
-    if not (folder / "summary.json").exists():  # not one update was begun
-        return
-    try:
-        with files.writing(folder):
-            report.write_report(folder)
-            report.write_index(folder.parent)
-    except files.FolderError as problem:
-        print(problem, file=sys.stderr)
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:

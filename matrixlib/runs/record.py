@@ -97,40 +97,31 @@ def locked(folder: Path) -> bool:
 
 
 def complete_run(name: str) -> Path:
-    """The folder of a complete run; RunError where there is none of this name, or it is damaged."""
+    """The folder of a complete run; ValueError where there is none of this name, or it is damaged."""
     folder = files.reports_root() / name
-    if not files.name_problem(name) and (folder / "run.json").exists():
-        try:
-            if read_run(folder).complete:
-                return folder
-        except ValueError as error:
-            raise RunError(f"run '{name}': {error}") from error
+    if not files.name_problem(name) and (folder / "run.json").exists() and read_run(folder).complete:
+        return folder
     known = ", ".join(sorted(run.name for run in whole_runs() if run.complete)) or "none yet"
     raise RunError(f"no complete run '{name}'; complete runs: {known}")
 
 
 def stored_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a run that goes on; {} of one that begins. RunError where it is damaged, or gone from a run that
-    has been trained: another configuration would go on from its checkpoints."""
-    if not (folder / "run.json").exists():
-        if (folder / "cycle.yaml").exists():
-            raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
-        if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
-            raise RunError(
-                f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "
-                "another run name"
-            )
-        return {}
-    try:
+    """The run.json of a run that goes on; {} of one that begins. ValueError where it is damaged, or gone from a run
+    that has been trained: another configuration would go on from its checkpoints."""
+    if (folder / "run.json").exists():
         record = dict(read_run(folder).record)
-    except ValueError as error:
-        raise RunError(f"run '{folder.name}': {error}") from error
-    if lacking := {"runtime", "catalogue"} - record.keys():
+        if lacking := {"runtime", "catalogue"} - record.keys():
+            what = " and no ".join(sorted(lacking))
+            raise RunError(f"{folder / 'run.json'} has no {what}: bring it back from a copy, or give another run name")
+        return record
+    if (folder / "cycle.yaml").exists():
+        raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
+    if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
         raise RunError(
-            f"run '{folder.name}': its run.json has no {' and no '.join(sorted(lacking))}: bring it back from a "
-            "copy, or give another run name"
+            f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "
+            "another run name"
         )
-    return record
+    return {}
 
 
 def resume_record(
