@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,25 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import toy_spec
 from torch import Tensor, nn
 from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime
 
 from matrixlib import config as configuration
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import Loader
-from matrixlib.data.order import RankSlice
-from matrixlib.data.remote import bring_catalogue
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.context import Context
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.distributed import LostRank, Ranks
-from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.signals import Terminated
-from matrixlib.engine.task import Batch, Teacher
+from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
-from matrixlib.runs.start import begin
 from matrixlib.tasks import load_config
 
 STEPS, ROWS = 10, 23  # so that ranks have different numbers of rows
@@ -74,7 +67,6 @@ def build(
     change: Callable[[int, Batch], object] = lambda number, batch: None,
     task: ToyTask | None = None,
     micro_batch: int = 4,
-    teacher: Teacher | None = None,
     source: Any = None,
     stages: Any = None,
     curriculum: Curriculum | None = None,
@@ -100,7 +92,6 @@ def build(
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
             metrics=log(folder / "metrics.jsonl"),
             steps=STEPS,
-            teacher=teacher,
             curriculum=curriculum,
             ranks=ranks,
         )
@@ -181,18 +172,6 @@ class BranchTask(ToyTask):
         return BranchNet()
 
 
-class Shift:
-    """A teacher: what it says of a row hangs on that row alone."""
-
-    record: Mapping[str, Any] = {"name": "shift", "sha256": "0"}
-    auxiliary_terms: frozenset[str] = frozenset()
-
-    def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
-        return batch | {
-            "target": batch["target"] + batch["x"][:, 0].to(batch["target"]) * (0.5 if progress is None else progress)
-        }
-
-
 def member(rank: int, size: int, folder: Path) -> None:
     """One of `size` processes: all checks, then its results in <folder>/<rank>.json."""
     torch.set_num_threads(1)
@@ -252,23 +231,11 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 out[f"{name} {size} messages"] = trainer.messages
                 out[f"{name} {size} weights"] = [float(value.sum()) for value in weights(trainer).values()]
                 out[f"{name} {size} health"] = [trainer._step.health.skipped, trainer._step.health.rollbacks]
-    for name, task, options in (
-        ("branch", BranchTask(), {}),
-        ("init", ToyTask(), {"train": {"init": "somewhere"}}),
-        ("teacher", ToyTask(), {}),
-    ):
-        for size in (1, 2):
-            if (ranks := worlds[size]) is not None:
-                teacher = Shift() if name == "teacher" else None
-                trainer = build(folder / f"{name}_{size}", ranks, double=True, task=task, teacher=teacher, **options)
-                if name == "init":
-                    tensors = {key: tensor / 2 for key, tensor in trainer.model.state_dict().items()}
-                    begin(trainer, tensors if ranks.first else {})
-                out[f"{name} {size}"] = [
-                    float(value.sum()) for value in weights(run(trainer, resume=name != "init")).values()
-                ]
-                if name == "branch":
-                    out[f"idle {size}"] = trainer.model.idle.weight.grad is None
+    for size in (1, 2):
+        if (ranks := worlds[size]) is not None:
+            trainer = run(build(folder / f"branch_{size}", ranks, double=True, task=BranchTask()))
+            out[f"branch {size}"] = [float(value.sum()) for value in weights(trainer).values()]
+            out[f"idle {size}"] = trainer.model.idle.weight.grad is None
     if (ranks := worlds[2]) is not None:
         for after in (0, 20):  # at the first update, and when updates of this kind have gone through
             short = ShortTask(short=ranks.rank == 1, after=after)
@@ -282,8 +249,6 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
         out["mixed"] = {name: value.flatten().tolist() for name, value in state.items()}
         out["judged"] = trainer.evaluation_model() is not None
         out["swa"] = averaged(folder / "swa", ranks)
-        out["tight"] = tight(folder / "tight", ranks)
-        out["elsewhere"] = elsewhere(folder, ranks)
         out["told"] = told(build(folder / "told", ranks, double=True))
     three.same(None)
     out["lost"] = lost(build(folder / "lost", three, double=True), three)
@@ -320,33 +285,6 @@ def staged(folder: Path, ranks: Ranks) -> list[Any]:
         validation={"interval": 2, "full_every": 1, "patience": 3, "min_delta": 10.0},
     )
     return [[stats.phase for stats in trainer.train()], trainer.stop_reason]
-
-
-def tight(folder: Path, ranks: Ranks) -> int:
-    """Rows that a self-supervised head works on at once, where rank 1 alone has no memory left."""
-    figures = {"rss_mib": 95.0 if ranks.rank else 5.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
-    trainer = build(folder, ranks, task=ToyTask(gate_plane=True))
-    trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
-    trainer._check_memory()
-    return trainer._chunk.rows
-
-
-def elsewhere(folder: Path, ranks: Ranks) -> float | None:
-    """How far the weights of two ranks, whose data have a URL and come into one cache, are from those of one process
-    on the folder itself."""
-    place, task = folder / "data", ToyTask()
-    if ranks.first:
-        toy_spec.sample(place, rows=9000)
-    ranks.same(None)
-    os.environ["MATRIXLIB_CACHE"] = str(folder / "cache")
-
-    def train(name: str, data: Path, own: Ranks) -> dict[str, Tensor]:
-        rows, share = Catalogue(data).shards("train"), RankSlice(own.rank, own.size)
-        loader = Loader(rows, toy_spec.LAYOUT, ROWS, 3, task.prepare, window_blocks=1, ranks=share)
-        return weights(run(build(folder / name, own, source=loader)))
-
-    both = train("elsewhere", bring_catalogue(f"file://{place}", 1.0), ranks)
-    return distance(both, train("here", place, Ranks())) if ranks.first else None
 
 
 def alone_weights(folder: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from test_trainer import build, equal, history, poison, settings, weights
 from torch import Tensor
 from toy_task import ToyNet, ToySource
 
-from matrixlib.config import Config, ConfigError
+from matrixlib.config import Config
 from matrixlib.engine import checkpoint as checkpoints
 from matrixlib.engine.averages import BATCHES, SWA
 from matrixlib.engine.task import Batch, slice_batch
@@ -139,8 +139,3 @@ def test_the_last_part_of_a_run_is_averaged_of_a_longer_one_too() -> None:
     assert swa.averages == 10, "those of the end that it no longer is have left"
     swa = SWA(model, 0.001, 4)
     assert go(80) == [80]
-
-
-def test_an_average_of_its_own_wants_no_other() -> None:
-    with pytest.raises(ConfigError, match="swa to 0"):
-        load_config("demo", {"optim": {**FREE, "swa": 0.2}})

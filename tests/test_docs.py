@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import yaml
-from bench import bench_verdicts
 from cells import definitions
 from options import options_of
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
@@ -320,12 +319,6 @@ def test_options_named_in_the_text_exist() -> None:
     named = {word for word in words - modules if word.split(".")[0] in sections and not word.endswith(files)}
     assert named
     assert sorted(named - keys) == []
-
-
-def test_the_table_of_verdicts_has_rows_of_its_benchmark() -> None:
-    rows = re.findall(r"^\| (`.+?) \|", read(GUIDES / "verdicts.md"), re.MULTILINE)
-    assert rows
-    assert set(rows) <= {bench_verdicts.written(changes) for changes in bench_verdicts.CHANGES.values()}
 
 
 if __name__ == "__main__":

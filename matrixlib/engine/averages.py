@@ -18,8 +18,7 @@ from matrixlib.engine.distributed import batch_norms, gather_full, is_sharded, u
 from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.task import Batch, Source, rows, slice_batch, to_device
 
-BATCHES = 16
-"""Training batches that statistics of batch norms are made of, in about the time of five updates."""
+BATCHES = 16  # training batches that statistics of batch norms are made of, in about the time of five updates
 
 
 class Average:
@@ -30,26 +29,32 @@ class Average:
     average as it stands, by the names of `named_tensors`; empty until then.
     """
 
-    averages: int
     lacks_statistics = True
-    statistics: Mapping[str, Tensor] = {}
+
+    def __init__(self, model: nn.Module) -> None:
+        """Start from the model's present weights."""
+        self._model, self.averages = model, 0
+        self.statistics: Mapping[str, Tensor] = {}
 
     def update(self) -> None:
         """Average the model's present weights in."""
-        raise NotImplementedError
+        self.averages, self.statistics = self.averages + 1, {}
 
     def after(self, steps: int, update: int, moved: bool) -> None:
         """To be called after each update with its index. moved: it has moved the weights."""
         if moved:
             self.update()
 
+    def _averaged(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
-        raise NotImplementedError
+        return {**named_tensors(self._model), **self._averaged(), **self.statistics}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
         """Restore; `averages` is the number of averages so far. ValueError when the names differ."""
-        raise NotImplementedError
+        self.averages, self.statistics = averages, {}
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -66,17 +71,15 @@ class EMA(Average):
     """Exponential moving average of a model's weights, after updates that moved them.
 
     Floating buffers (BatchNorm statistics) are averaged like the weights, integer buffers copied. The decay is
-    min(decay, (1 + t) / (10 + t)) at the t-th average, so that the start does not weigh in for long.
+    min(decay, (1 + t) / (10 + t)) at the t-th average, so that the start does not weigh in for long. The model's
+    tensors must not be replaced: they are looked up once, since a state dict takes longer than an average.
     """
 
     lacks_statistics = False
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start from the model's present weights. Its tensors must not be replaced: they are looked up once, since a
-        large model's state dict takes longer than its average.
-        """
+        super().__init__(model)
         self.decay = decay
-        self.averages = 0
         present = named_tensors(model)
         self._tensors = {name: value.clone() for name, value in present.items()}
         pairs = [(self._tensors[name], value) for name, value in present.items()]
@@ -88,19 +91,19 @@ class EMA(Average):
     @torch.no_grad()
     def update(self) -> None:
         decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
-        self.averages += 1
+        super().update()
         for pairs in self._floating:
             average, present = zip(*pairs, strict=True)
             get_ema_multi_avg_fn(decay)(average, present, None)
         if self._integer:
             copy_tensors(*zip(*self._integer, strict=True))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._tensors)
+    def _averaged(self) -> Mapping[str, Tensor]:
+        return self._tensors
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
         copy_named(self._tensors, tensors, "EMA")
-        self.averages = averages
+        super().load_state_dict(tensors, averages)
 
 
 class SWA(Average):
@@ -111,8 +114,8 @@ class SWA(Average):
     """
 
     def __init__(self, model: nn.Module, share: float, interval: int) -> None:
-        self.share, self.interval, self.averages = share, interval, 0
-        self._model = model
+        super().__init__(model)
+        self.share, self.interval = share, interval
         names = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
         self._means = {name: value.clone() for name, value in named_tensors(model).items() if name in names}
 
@@ -131,16 +134,15 @@ class SWA(Average):
             get_swa_multi_avg_fn()(own, new, self.averages)
         else:
             copy_tensors(own, new)
-        self.averages, self.statistics = self.averages + 1, {}
+        super().update()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        means = {**self._means, **self.statistics} if self.averages else {}
-        return {**named_tensors(self._model), **means}
+    def _averaged(self) -> Mapping[str, Tensor]:
+        return self._means if self.averages else {}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
         buffers = named_tensors(self._model).keys() - self._means.keys()
         copy_named(self._means, {name: value for name, value in tensors.items() if name not in buffers}, "SWA")
-        self.averages, self.statistics = averages, {}
+        super().load_state_dict(tensors, averages)
 
 
 class ScheduleFreeAverage(Average):
@@ -152,25 +154,16 @@ class ScheduleFreeAverage(Average):
     """
 
     def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        self.averages = 0
-        self._model, self._optimiser = model, optimiser
-
-    def update(self) -> None:
-        self.averages, self.statistics = self.averages + 1, {}
+        super().__init__(model)
+        self._optimiser = optimiser
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Tensor]:
-        tensors = {name: value.clone() for name, value in named_tensors(self._model).items()}
-        names = {id(parameter): name for name, parameter in unwrap(self._model).named_parameters()}
-        for group in self._optimiser.param_groups:
-            for parameter in group["params"]:
-                if "z" in self._optimiser.state[parameter]:
-                    z = self._optimiser.state[parameter]["z"]
-                    tensors[names[id(parameter)]] = parameter.detach().lerp(z, 1 - 1 / group["betas"][0])
-        return {**tensors, **self.statistics}
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
-        self.averages, self.statistics = averages, {}  # the rest is in the weights and in the optimiser's state
+    def _averaged(self) -> Mapping[str, Tensor]:
+        tensors, (beta, _) = dict[str, Tensor](), self._optimiser.param_groups[0]["betas"]
+        for name, parameter in unwrap(self._model).named_parameters():
+            if "z" in (state := self._optimiser.state.get(parameter, {})):
+                tensors[name] = parameter.detach().lerp(state["z"], 1 - 1 / beta)
+        return tensors
 
 
 def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimConfig) -> Average | None:

@@ -30,22 +30,16 @@ from matrixlib.engine.validation import HeldOut, evaluating
 from matrixlib.files import plain, utc_now, write_json
 from matrixlib.hardware.runtime import Runtime
 
-INITIAL_TOLERANCE = 0.15
-"""Relative difference between the first losses and chance level that is worth a warning."""
-DEAD_DEVIATION = 1e-4
-"""Standard deviation below which a unit behind a smooth activation is dead."""
+INITIAL_TOLERANCE = 0.15  # relative difference between the first losses and chance level that is worth a warning
+DEAD_DEVIATION = 1e-4  # standard deviation below which a unit behind a smooth activation is dead
 DEAD_ROWS = 4096
 """Rows that a unit must have been silent for: over fewer, units that are merely rare would count as dead."""
-RECTIFIERS = frozenset({"relu", "relu6"})
-"""Activations whose units are dead when they are never above 0."""
+RECTIFIERS = frozenset({"relu", "relu6"})  # activations whose units are dead when they are never above 0
 SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})
 """Activations whose units are dead when they do not vary."""
-EVIDENCE_UPDATES = 16
-"""Updates at most whose records are kept as evidence, and rows of metrics from before the trouble."""
-TARGET_BINS = 16
-"""Of a histogram of targets that are not classes."""
-COLLAPSE = 1e-4
-"""Deviation between the rows of an output, in logits, below which it says the same for every input."""
+EVIDENCE_UPDATES = 16  # updates at most whose records are kept as evidence, and rows of metrics from before the trouble
+TARGET_BINS = 16  # of a histogram of targets that are not classes
+COLLAPSE = 1e-4  # deviation between the rows of an output, in logits, below which it says the same for every input
 
 
 def first_update(

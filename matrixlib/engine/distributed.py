@@ -18,7 +18,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -27,20 +27,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from matrixlib.config import Config
-from matrixlib.engine.checkpoint import Checkpoint, CheckpointError
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
 
-if TYPE_CHECKING:
-    from matrixlib.engine.checkpoint import Checkpoints
-
-GRACE_SECONDS = 6.0
-"""In which it is found out which rank does not answer."""
+GRACE_SECONDS = 6.0  # in which it is found out which rank does not answer
 OPENING = datetime.timedelta(hours=4)
 """That the others wait at most while rank 0 opens a run; the launcher ends them if it fails."""
-PROBLEMS = ("compiler", "memory")
-"""Why an update is to be repeated, the worst first."""
+PROBLEMS = ("compiler", "memory")  # why an update is to be repeated, the worst first
 SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")
 """Those that move each number by itself, so that they need no full matrix."""
 
@@ -86,10 +81,6 @@ class Ranks:
         sums = dict(zip(names, numbers.tolist(), strict=True))
         return {name: type(value)(sums[name]) for name, value in values.items()}
 
-    def barrier(self) -> None:
-        """Wait until all ranks have come here."""
-        self.total({"": 0})
-
     def same(self, value: Value) -> Value:
         """What rank 0 has, on all."""
         if self.size == 1:
@@ -100,7 +91,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Value) -> list[Value]:
-        """What each rank has, in their order."""
+        """What each rank has, in their order; so all wait until the last has come here."""
         values = [value] * self.size
         if self.size > 1:
             with self.collective():
@@ -115,21 +106,12 @@ class Ranks:
                 for tensor in tensors:
                     dist.broadcast(tensor, group_src=0, group=self.group)
 
-    def wait_for_first(self, name: str) -> None:
-        """Ranks but the first wait here until it calls `go_on`, however long its trials take."""
-        if self.store is not None and not self.first:
-            self.store.wait([f"opened/{name}"], OPENING)
-
-    def go_on(self, name: str) -> None:
-        """Let the others go on."""
+    def after_first(self, name: str) -> None:
+        """Wait until rank 0 has called this, which does not wait, with the same name."""
         if self.store is not None and self.first:
             self.store.set(f"opened/{name}", "1")
-
-    def end_with_first(self) -> None:
-        """Wait until rank 0 has come here: torchrun ends all as soon as one has ended, and rank 0 may still save."""
-        self.go_on("the end")
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            self.wait_for_first("the end")
+        elif self.store is not None:
+            self.store.wait([f"opened/{name}"], OPENING)
 
     @contextlib.contextmanager
     def collective(self, certain: bool = True) -> Iterator[None]:
@@ -151,8 +133,8 @@ class Ranks:
             ) from error
 
     def _missing(self, timed_out: bool) -> str:
-        """The rank that was gone first: whoever misses it first tells the others, which miss one another soon. It is
-        one whose process has ended or, `timed_out`, one that has not come here although all others have.
+        """The rank that was gone first, by whoever misses it first: the others miss one another soon. Its process has
+        ended or, `timed_out`, it has not come here although all others have.
         """
         if self.store is None:
             return ""
@@ -219,17 +201,16 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 def check_shardable(config: Config, runtime: Runtime, size: int) -> None:
     """ValueError naming all options that do not go with `runtime.shard` on `size` ranks, before anything is trained."""
     wrong = {
-        f"optim.optimiser {config.optim.optimiser}: take {', '.join(SHARDED_OPTIMISERS[:-1])} or "
-        f"{SHARDED_OPTIMISERS[-1]}": config.optim.optimiser not in SHARDED_OPTIMISERS,
+        f"optim.optimiser {config.optim.optimiser}: take one of {', '.join(SHARDED_OPTIMISERS)}": (
+            config.optim.optimiser not in SHARDED_OPTIMISERS
+        ),
         "optim.swa: take ema_decay": bool(config.optim.swa),
         "optim.noise: set it to 0": bool(config.optim.noise),
         "gating.seconds: set it to 0, as all ranks have to make the same passes": bool(config.gating.seconds),
         "runtime.compile: set it to false": bool(config.runtime.compile),
         "fp16: set runtime.precision to bf16 or fp32": runtime.dtype == "fp16",
         "mps: set runtime.device to cpu or cuda": runtime.device == "mps",
-        "train.steps auto: give a number, as nothing is tried of a network that may not fit on one device": (
-            config.train.steps == "auto"
-        ),
+        "train.steps auto: give a number": config.train.steps == "auto",
     }
     if any(wrong.values()):
         raise ValueError(f"runtime.shard does not go with {'; nor with '.join(text for text in wrong if wrong[text])}")

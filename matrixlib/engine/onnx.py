@@ -23,8 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of an output, or of its size where it is above 1
 
-Inputs = Sequence[np.ndarray]
-"""An array for each input of a network, with the same leading dimension."""
+Inputs = Sequence[np.ndarray]  # an array for each input of a network, with the same leading dimension
 
 
 class OnnxModule(nn.Module):

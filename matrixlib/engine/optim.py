@@ -23,8 +23,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Newton and Schulz's iteration of the fifth degree, as torch has them: https://kellerjordan.github.io/posts/muon/."""
 RMS = 0.2
 """Root mean square of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
-ROWS_DECAY = 0.95
-"""Of the mean squares of rows (Li et al. 2025, https://arxiv.org/abs/2510.05491)."""
+ROWS_DECAY = 0.95  # of the mean squares of rows (Li et al. 2025, https://arxiv.org/abs/2510.05491)
 _COUNTERS = ("step", "k", "weight_sum", "lr_max")
 _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
 """Entries of 8-bit AdamW's state that are not of the parameter's shape: its code and the scale of each block."""
@@ -262,8 +261,7 @@ def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
     raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
 
 
-NOISE = 0x6E6F697365
-"""Keeps the stream of the gradient noise apart from the others of a run's seed."""
+NOISE = 0x6E6F697365  # keeps the stream of the gradient noise apart from the others of a run's seed
 
 
 def noise_variance(config: OptimConfig, update: int) -> float:

@@ -385,7 +385,7 @@ class Trainer:
         self._step.roll_back(checkpoint)
         self._restore(checkpoint)
         self.skip, self._source = skip, self._source.skipping(skip)
-        self.ranks.barrier()  # all have read it
+        self.ranks.gather(None)  # all have read it
         if self.ranks.first:
             self.checkpoints.discard_after(checkpoint.step)
         return Message(

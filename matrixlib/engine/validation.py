@@ -20,11 +20,9 @@ from matrixlib.engine.task import Batch, Data, Task, to_device
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.progress import live_bar
 
-CLEARLY = 1.1
-"""Times the least held-out loss so far, above which terms that were to help are switched off."""
+CLEARLY = 1.1  # times the least held-out loss so far, above which terms that were to help are switched off
 ALONE = Ranks()
-FIRST_AUTO = 20
-"""Updates before the first validation, and at least between two, where `validation.interval` is `auto`."""
+FIRST_AUTO = 20  # updates before the first validation, and at least between two, where `validation.interval` is `auto`
 
 
 @dataclass(frozen=True)

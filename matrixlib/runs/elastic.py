@@ -1,7 +1,5 @@
-"""Ranks that a notebook has started on its own machine: what they write is followed.
-
-A notebook is one process, so it trains nothing itself then. Launcher and ranks end with it, however it ends: each has
-the other end of a pipe that nobody writes to.
+"""Ranks that a notebook has started on its own machine, and what they write. It trains nothing itself then; launcher
+and ranks end with it, however it ends: each has the other end of a pipe that nobody writes to.
 """
 
 import contextlib
@@ -26,7 +24,6 @@ from matrixlib.runs.data import RunError
 
 POLL_SECONDS = 0.1
 NOTEBOOK_VARIABLES = ("JPY_SESSION_NAME", "MATRIXLIB_LIVE")
-"""They say what the notebook shows, and are not for ranks."""
 
 
 def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[str], None]) -> Generator[Stats]:
@@ -37,8 +34,15 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
     saying which rank failed, and why.
     """
     known, log = (utc_now(), 0), folder / "ranks.log"
-    with deferred() as signals:
-        launcher = _start(request, ranks, log)
+    command = [sys.executable, "-m", "matrixlib.runs.ranks", str(ranks), json.dumps(request)]
+    environment = {name: value for name, value in os.environ.items() if name not in NOTEBOOK_VARIABLES}
+    # in a session of its own, as an interrupt of the kernel goes to all of its session
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with (
+        deferred() as signals,
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, env=environment, **options) as launcher,
+    ):
         told = ended = False
         try:
             while not ended:
@@ -65,23 +69,6 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
             where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
             error.add_note(f"the same command or notebook goes on {where}; what the ranks printed: {log}")
             raise
-        finally:
-            assert launcher.stdin is not None
-            launcher.stdin.close()
-            launcher.wait()
-
-
-def _start(request: Mapping[str, Any], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    """The process of the launcher; what it and the ranks print goes into `log`."""
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "matrixlib.runs.ranks", str(ranks), json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={name: value for name, value in os.environ.items() if name not in NOTEBOOK_VARIABLES},
-            start_new_session=True,  # an interrupt of the kernel goes to all of its session
-        )
 
 
 def _tell(launcher: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import suppress
 from typing import Any
 
 from matrixlib.engine.signals import Terminated
@@ -38,28 +38,29 @@ def train(
     current: runs.Run | None = None
     try:
         current = runs.open_run(preset, device, run=run, steps=steps, overrides=overrides)
-        panel = None
+        updates = current.train(trace, tensorboard)
         if current.ranks.first:
             print(current.describe(), flush=True)
-            panel = LivePlot(current.steps, title=current.preset, history=current.history())
-        with panel or nullcontext():
-            for stats in current.train(trace, tensorboard):
-                if panel is not None:
+            with LivePlot(current.steps, title=current.preset, history=current.history()) as panel:
+                for stats in updates:
                     panel.update(stats)
-    except ValueError as problem:
-        notes = getattr(problem, "__notes__", [])
-        print(*[f"{type(problem).__name__}: {problem}", *notes], sep="\n", file=sys.stderr)
-        get_error_handler().record_exception(problem)
-        return 1
+        else:
+            for _ in updates:
+                pass
     except (KeyboardInterrupt, Terminated) as told:
         number = signal.SIGTERM if isinstance(told, Terminated) else signal.SIGINT
-        if current is not None:
-            current.ranks.end_with_first()
+        if current is not None:  # torchrun ends all as soon as one has ended, and rank 0 may still save
+            with suppress(RuntimeError):  # the store is gone
+                current.ranks.after_first("the end")
         print(f"ended by {number.name}; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + number
     except Exception as problem:
         get_error_handler().record_exception(problem)
-        raise
+        if not isinstance(problem, ValueError):
+            raise
+        notes = getattr(problem, "__notes__", [])
+        print(*[f"{type(problem).__name__}: {problem}", *notes], sep="\n", file=sys.stderr)
+        return 1
     if current.ranks.first:
         summary = current.summary()
         print(f"{summary['positions']:,} positions; held-out: {summary['headline']}")
@@ -80,8 +81,8 @@ def launch(size: int, request: str) -> int:
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", "matrixlib.runs.ranks", str(size), request]))
     except ChildFailedError as error:
-        messages = {rank: failure.message for rank, failure in error.failures.items()}
-        texts = {rank: text if isinstance(text, str) else text["message"] for rank, text in messages.items()}
+        told = {rank: failure.message for rank, failure in error.failures.items()}
+        texts = {rank: text if isinstance(text, str) else text["message"] for rank, text in told.items()}
         rank = min(texts, key=lambda rank: texts[rank].startswith("LostRank"))  # which misses one that failed
         print(f"rank {rank} of {size}: {texts[rank]}", flush=True)
         return 1
@@ -90,19 +91,9 @@ def launch(size: int, request: str) -> int:
     return 0
 
 
-def _end_with_notebook() -> None:
-    """End this process when the other end of its standard input is closed."""
-
-    def wait() -> None:
-        os.read(0, 1)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def main(size: str, request: str) -> int:
-    """What the launcher and each of its ranks does; the exit code."""
-    _end_with_notebook()
+    """What the launcher and each of its ranks does; the exit code. They end with the other end of standard input."""
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return launch(int(size), request)
     return train(**json.loads(request))

@@ -311,7 +311,8 @@ def open_run(
     own = distributed.join(requested.runtime.rank_timeout)
     name = own.same(run_folder(preset, run, requested, kind, parts).name if own.first else "")
     folder = files.reports_root() / name
-    own.wait_for_first(name)  # the others open what it has written down
+    if not own.first:
+        own.after_first(name)  # the others open what it has written down
     lock = FileLock(folder / "lock")
     files.make_folder(folder)
     if own.first:
@@ -320,7 +321,8 @@ def open_run(
     try:
         with files.writing(folder):
             opened = _open(folder, preset, requested, lock, kind, own, ranks, parts)
-        own.go_on(name)
+        if own.first:
+            own.after_first(name)
         return opened
     except BaseException:
         lock.release()
