@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -139,7 +139,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def _write_group(folder: Path, group: str, members: dict[str, torch.Tensor], compress: int) -> dict[str, Any]:
     """Write and fsync one file; its entry in state.json."""
-    file = folder / _file_name(group, bool(compress))
+    file = folder / f"{group}.safetensors{'.zst' if compress else ''}"
     entry: dict[str, Any] = {"tensors": len(members)}
     if compress:
         raw = safetensors.torch.save(members)
@@ -155,7 +155,7 @@ def _write_group(folder: Path, group: str, members: dict[str, torch.Tensor], com
 def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if not _GROUP.fullmatch(group):
         raise DamagedCheckpoint(f"{path.name}: state.json names a file outside of the folder ('{group}')")
-    file = path / _file_name(group, "unpacked" in entry)
+    file = path / f"{group}.safetensors{'.zst' if 'unpacked' in entry else ''}"
     where = f"{path.name}: {file.name}"
     try:
         size = file.stat().st_size
@@ -183,10 +183,6 @@ def _unpacked(raw: bytes, size: int) -> bytes:
     return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
 
 
-def _file_name(group: str, compressed: bool) -> str:
-    return f"{group}.safetensors.zst" if compressed else f"{group}.safetensors"
-
-
 def _seal(data: Mapping[str, Any]) -> bytes:
     """JSON whose last key is the digest of all text before it."""
     body = json.dumps(data, indent=1).encode().removesuffix(b"\n}")
@@ -197,22 +193,18 @@ class CheckpointWarning(UserWarning):
     """Something about checkpoints that did not stop the run."""
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best checkpoint: the one marked last by `save(best=value)`."""
+class Best(NamedTuple):
+    """The best checkpoint: the one marked last by `save(best=value)`. order: counts the marks of a run."""
 
     step: int
     value: float
     path: Path
     order: int
-    """Counts the marks of a run; steps cannot tell which came last, as a rollback repeats them."""
 
 
 @dataclass
 class Saving:
-    """When the next checkpoint is due. step: updates at the last one, -1 before. by_clock: those so far that the clock
-    alone asked for.
-    """
+    """When the next checkpoint is due. step: of the last one, -1 before. by_clock: that the clock alone asked for."""
 
     config: CheckpointConfig
     step: int = -1
@@ -234,7 +226,7 @@ class Saving:
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`: the newest `keep` (at least 2), the `best` that were marked last, and
+    """The checkpoints of one run in `folder`: the newest `keep` (2 or more), the `best` that were marked last, and
     those at multiples of `every` updates (0: none).
 
     compress: zstd level of what is written, 0 = off; both kinds can always be read. Only one process may save at a time
@@ -242,12 +234,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
-        if keep < 2:
-            raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")
-        self.folder = Path(folder)
+        self.folder, self.compress = Path(folder), compress
         self.keep, self.keep_best, self.keep_every = keep, best, every
-        self.compress = compress
-        self._told: set[str] = set()
         self._damaged: set[Path] = set()
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # Python ends only after its work is done
         self._pending: futures.Future[None] | None = None
@@ -275,18 +263,18 @@ class Checkpoints:
         if best is not None and not math.isfinite(best):
             raise ValueError(f"step {step} cannot be the best with value {best}")
         self.join()
+        path = self.folder / f"step_{step:08d}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob("*.tmp"):  # half-written or half-removed
                 shutil.rmtree(left)
-            self._temporary(step).mkdir()
+            path.with_suffix(".tmp").mkdir()
         except OSError as error:
             raise self._cannot_write(step, error) from error
-        copies = host_copies(tensors)
-        self._pending = self._thread.submit(self._write, step, copies, copied, best, spare)
+        self._pending = self._thread.submit(self._write, path, host_copies(tensors), copied, best, spare)
         if wait:
             self.join()
-        return self.folder / f"step_{step:08d}"
+        return path
 
     def require_room(self, needed: int, steps: int) -> None:
         """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
@@ -333,7 +321,7 @@ class Checkpoints:
                 damage.append(str(error))
                 continue
             if damage:
-                self._warn(f"using {path.name} instead: {'; '.join(damage)}")
+                warnings.warn(f"using {path.name} instead: {'; '.join(damage)}", CheckpointWarning, stacklevel=2)
             return checkpoint
         if damage:
             limit = "" if before is None else f" up to step {before}"
@@ -365,8 +353,7 @@ class Checkpoints:
         return next(reversed(self._bests()), None)
 
     def discard_after(self, step: int) -> None:
-        """Remove checkpoints beyond `step`, as a rollback to it needs; the best stays, no longer as a step to
-        resume from (it is renamed `best_...`)."""
+        """Remove checkpoints beyond `step`, as a rollback to it needs; the best is renamed `best_...`."""
         self._wait()
         self._discard_after(step)
 
@@ -377,9 +364,9 @@ class Checkpoints:
 
     # From here on nothing waits: the thread calls these too, and the public methods only while it rests.
 
-    def _write(self, step: int, tensors: Tensors, state: Any, best: float | None, spare: int | None) -> None:
+    def _write(self, final: Path, tensors: Tensors, state: Any, best: float | None, spare: int | None) -> None:
         """Write, then tidy up. Runs in the thread."""
-        temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
+        temporary, step = final.with_suffix(".tmp"), step_of(final)
         try:
             mark = None
             if best is not None:
@@ -396,9 +383,6 @@ class Checkpoints:
         self._discard_after(step)
         self._prune(spare)
 
-    def _temporary(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}.tmp"
-
     def _bests(self) -> list[Best]:
         """Those that are kept as the best, in the order in which they were marked."""
         marks = []
@@ -408,7 +392,7 @@ class Checkpoints:
                 if mark := data["best"]:
                     marks.append(Best(int(data["step"]), float(mark["value"]), path, int(mark["order"])))
             except (DamagedCheckpoint, KeyError, TypeError, ValueError, OverflowError) as error:
-                self._warn(f"{path.name} cannot count as the best: {error!r}")
+                warnings.warn(f"{path.name} cannot count as the best: {error!r}", CheckpointWarning, stacklevel=2)
         return sorted(marks, key=lambda best: best.order)[-self.keep_best :]
 
     def _discard_after(self, step: int) -> None:
@@ -435,11 +419,10 @@ class Checkpoints:
 
     def _retire(self, path: Path) -> None:
         """Take a checkpoint out of the course of training: the best is renamed, any other removed."""
-        best = next((best for best in self._bests() if best.path == path), None)
-        if best is None:
+        if path not in [best.path for best in self._bests()]:
             self._remove(path)
             return
-        name = path.with_name(f"best_{best.step:08d}")
+        name = path.with_name(path.name.replace("step", "best"))
         self._remove(name)  # marked earlier, of the same step
         os.replace(path, name)
         sync_folder(self.folder)
@@ -453,7 +436,8 @@ class Checkpoints:
             os.replace(path, doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            self._warn(f"old checkpoint {path.name} could not be removed ({error}); it takes up space")
+            text = f"old checkpoint {path.name} could not be removed ({error}); it takes up space"
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
 
     def _cannot_write(self, step: int, error: Exception) -> CheckpointError:
         paths = self._paths()
@@ -462,8 +446,3 @@ class Checkpoints:
             f"cannot write checkpoint step_{step:08d} to {self.folder}: {error}; {earlier}. Make room or make the "
             f"folder writable, then start the same run again"
         )
-
-    def _warn(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            warnings.warn(message, CheckpointWarning, stacklevel=3)

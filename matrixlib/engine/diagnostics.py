@@ -45,9 +45,8 @@ COLLAPSE = 1e-4  # deviation between the rows of an output, in logits, below whi
 def first_update(
     task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
 ) -> tuple[dict[str, dict[str, float]], list[Message]]:
-    """Of the first update of a `Step`: its losses beside chance level (`Stats.initial`), and messages about gradients
-    that look wrong and, of a fresh network, about losses far from chance.
-    """
+    """(losses of a `Step`'s first update beside chance level, see `Stats.initial`; messages about gradients that look
+    wrong and, of a fresh network, about losses far from chance)."""
     initial, texts = compare_with_chance(task, step.taught(batch), stats)
     report, model = step.gradients or GradientReport(), unwrap(step.model)
     if report.missing and stats.losses.keys() != task.weights.keys():
@@ -72,8 +71,7 @@ def inspect(
 ) -> tuple[dict[str, Any], list[Message]]:
     """Figures (`Stats.statistics`) after an update of a `Step` and the warnings that follow from them.
 
-    batch: that of the update, on the host. before: the weights before it (`snapshot`). held_out: its sample tells dead
-    units. norms: the latest gradient norms.
+    batch: of the update, on the host. before: the weights before it (`snapshot`). norms: the latest gradient norms.
     """
     model, runtime = unwrap(step.model), step.runtime
     part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
@@ -97,21 +95,17 @@ def inspect(
 
 
 def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:
-    """Warnings about a `output_statistics` over so many rows: outputs that do not depend on their input,
-    those of terms without a weight apart."""
+    """Warnings about outputs of terms with a weight that, over so many rows, do not depend on their input."""
     alike = [name for name, row in outputs.items() if row["across"] < COLLAPSE and weights.get(name, 1.0)]
     if not alike or rows < 2:
         return []
-    return [
-        f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
-        "targets and at the dead units"
-    ]
+    text = f"for every input the same is said by {', '.join(alike)}: collapsed"
+    return [f"{text}; lower optim.learning_rate, look at the targets and at the dead units"]
 
 
 class GradientReport(NamedTuple):
-    """Parameters whose gradient looks wrong, by name: none at all (cut off from every active loss), not finite, zero.
-    Some are rightly so: heads of inactive terms are missing, a layer behind one that starts at zero is zero.
-    """
+    """Parameters without a gradient, and with one that is not finite or zero. Some are rightly so: heads of inactive
+    terms have none, a layer behind one that starts at zero has zeros."""
 
     missing: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()
@@ -194,11 +188,8 @@ def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., N
 
 
 def block_of(model: nn.Module, parameter: str) -> str:
-    """The block that a parameter (a name of `named_parameters`) belongs to.
-
-    A block is a module below the root, or below a ModuleList, ModuleDict or Sequential there: "stem",
-    "tower.3", "policy_head", "ssl_heads.piece". A parameter of the root itself is its own block.
-    """
+    """The block of a parameter: a module below the root, or below a ModuleList, ModuleDict or Sequential there, such as
+    "stem", "tower.3", "ssl_heads.piece"; a parameter of the root itself is its own block."""
     *path, _ = parameter.split(".")
     module, parts = model, list[str]()
     for part in path:
@@ -214,50 +205,46 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in weights(model)}
 
 
-def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = None) -> dict[str, dict[str, float]]:
-    """Euclidean norms by block over its trainable parameters; one host read.
+def block_statistics(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Euclidean norms by block over its trainable parameters, of which `before` is the `snapshot` before an update; one
+    host read.
 
-    "gradient": of `.grad` as it stands (after the step: unscaled and clipped), left out where a block has none.
-    "weight". With `before`, the `snapshot` before an update that moved weights: "update", and "ratio", that of the
-    update to the weights before; a block that was all zero has no ratio.
+    "weight"; "gradient": of `.grad` as it stands, left out where a block has none; "update"; "ratio": of the update to
+    the weights before, left out where they were all zero.
     """
     blocks: dict[str, list[int]] = defaultdict(list)
     norms: list[Tensor] = []
     parameters = weights(model)
     for number, (name, parameter) in enumerate(parameters):
         blocks[block_of(unwrap(model), name)].append(number)
-        weight, gradient = parameter.detach(), parameter.grad
-        old = weight if before is None else before[name]
+        weight, gradient, old = parameter.detach(), parameter.grad, before[name]
         tensors = (weight, weight if gradient is None else gradient, old, weight - old)
         norms.append(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
     values = full(torch.stack(norms)).tolist() if norms else []
     table: dict[str, dict[str, float]] = {}
     for block, members in blocks.items():
         weight_norm, _, old_norm, moved = (math.hypot(*(values[i][k] for i in members)) for k in range(4))
-        table[block] = {"weight": weight_norm}
+        table[block] = {"weight": weight_norm, "update": moved}
         if present := [values[i][1] for i in members if parameters[i][1].grad is not None]:
             table[block]["gradient"] = math.hypot(*present)
-        if before is not None:
-            table[block] |= {"update": moved} | ({"ratio": moved / old_norm} if old_norm > 0 else {})
+        if old_norm > 0:
+            table[block]["ratio"] = moved / old_norm
     return table
 
 
 def block_warnings(table: Mapping[str, Mapping[str, float]], limit: float) -> list[str]:
-    """Warnings about a `block_statistics` with updates: blocks that stood still, or moved by more than `limit`."""
-    still = [name for name, row in table.items() if row.get("update") == 0 and row.get("gradient", 0.0) > 0]
+    """Warnings about a `block_statistics`: blocks that stood still, or moved by more than `limit`."""
+    still = [name for name, row in table.items() if row["update"] == 0 and row.get("gradient", 0.0) > 0]
     far = [f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > limit]
-    messages = []
-    if still:
-        messages.append(
-            f"the update did not move {_listed(still)}, though there are gradients: are these weights in the "
-            "optimiser, and is the learning rate large enough for their precision?"
-        )
-    if far:
-        messages.append(
-            f"one update moved weights by more than {limit:.0%} of their size (health.update_warning): "
-            f"{_listed(far)}; the learning rate is probably too high"
-        )
-    return messages
+    stood = (
+        f"the update did not move {_listed(still)}, though there are gradients: are these weights in the "
+        "optimiser, and is the learning rate large enough for their precision?"
+    )
+    jumped = (
+        f"one update moved weights by more than {limit:.0%} of their size (health.update_warning): "
+        f"{_listed(far)}; the learning rate is probably too high"
+    )
+    return [stood] * bool(still) + [jumped] * bool(far)
 
 
 def dead_units(
@@ -278,18 +265,14 @@ def dead_units(
     """
     model, passes = unwrap(model), passes or OomBackoff()
     seen, moments = 0, defaultdict[str, list[Tensor]](list)
-    path: list[str] = []  # the modules that are running, outermost first
-
-    def leave(*_: Any) -> None:
-        path.pop()
 
     def look(part: Batch) -> dict[str, Tensor]:
-        activations = _Activations(path)
-        with activations, runtime.autocast():
+        activations = _Activations()
+        with _hooked(model, activations.enter, activations.leave), activations, runtime.autocast():
             task.outputs(model, to_device(part, runtime.torch_device))
         return activations.moments
 
-    with evaluating(model), _hooked(model, lambda name, *_: path.append(name), leave):
+    with evaluating(model):
         for batch in batches:
             for found in passes.over(batch, look):
                 for name, of_pass in found.items():
@@ -321,23 +304,25 @@ def _dead(name: str, moments: Tensor) -> Tensor:
 
 
 class _Activations(TorchDispatchMode):
-    """Moments of the results of activation functions, by the module that runs and the function's name.
+    """Moments of the results of activation functions, by the module that runs and the function's name: (4, units)
+    count, mean, variance and largest value, on the device."""
 
-    moments: (4, units) count, mean, variance and largest value, on the device.
-    """
-
-    def __init__(self, path: Sequence[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.path, self.moments = path, dict[str, Tensor]()
-        self._calls: Counter[str] = Counter()
+        self.moments: dict[str, Tensor] = {}
+        self._running, self._calls = list[str](), Counter[str]()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def enter(self, name: str, *_: Any) -> None:
+        self._running.append(name)
+
+    def leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         function = func.overloadpacket.__name__.rstrip("_")  # relu_ works in place
         if function in RECTIFIERS | SMOOTH and out.dim() > 1 and out.numel():
-            name = ".".join(filter(None, (*self.path[-1:], function)))
+            name = ".".join(filter(None, (*self._running[-1:], function)))
             self._calls[name] += 1
             if self._calls[name] > 1:
                 name = f"{name}.{self._calls[name]}"
@@ -355,8 +340,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _FiniteChecks:
-    """What ran since the checks began, in order of execution: (module, operation, finite before, finite after), the
-    flags on the device until `first`.
+    """What ran, in order: (module, operation, finite before, finite after), the flags on the device until `first`.
 
     Modules are checked by forward hooks, backward operations by hooks in the autograd graph: full backward hooks of
     modules see no dict of outputs, no parameter's gradient, and forbid operations in place.
@@ -455,10 +439,8 @@ def _floating(values: Any) -> list[Tensor]:
 def keep_evidence(
     run: Path, action: Action, step: int, health: Health, rows: Iterable[Mapping[str, Any]], source: Any, data: Data
 ) -> Path:
-    """Write down in the run's folder what led to `action` at the update that made `step`; the folder of it.
-
-    rows: the latest ones of metrics. source: of its batches (`Data.batches`), whose records are kept too.
-    """
+    """Write down in the run's folder what led to `action` at the update that made `step`; the folder of it. rows: the
+    latest of metrics. source: of its batches (`Data.batches`), whose records are kept too."""
     folder = run / "evidence" / f"{action}_{health.rollbacks + 1}_update_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     batches = [source.unskipped_index(i) for i in range(max(health.onset, step - EVIDENCE_UPDATES), step)]

@@ -192,9 +192,7 @@ def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) ->
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Modules whose statistics come from the rows of a rank alone. Ranks may cut their rows into different numbers of
-    passes, so no pass can wait for one of another rank.
-    """
+    """Modules whose statistics come from the rows of a rank alone: no pass can wait for one of another rank."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
@@ -218,9 +216,7 @@ def check_shardable(config: Config, runtime: Runtime, size: int) -> None:
 
 
 def _count_passes(rows: int, size: int, micro_batch: int) -> int:
-    """Passes of an update of so many rows: as many as the rank with the most rows needs. ValueError where one has fewer
-    rows than that.
-    """
+    """As many as the rank with the most rows needs. ValueError where one has fewer rows than that."""
     count = math.ceil(math.ceil(rows / size) / micro_batch)
     if rows // size < count:
         raise ValueError(
@@ -270,9 +266,8 @@ def gather_full(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> di
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All weights are gathered inside the context, which all ranks enter: passes in it wait for no other rank. What is
-    done to the weights in it is lost.
-    """
+    """All weights are gathered inside the context, which all ranks enter, so that passes in it wait for no other rank;
+    what is done to them there is lost."""
     if not hasattr(model, "unshard"):
         yield
         return
@@ -353,8 +348,8 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, problem: str) -> str:
-        """After the last pass, or what there was of it: the worst problem of any rank. Where there is none, "", the
-        gradients are sums over ranks, and None where no rank has given one. ValueError where memory has run out with
+        """After the last pass, or what there was of it: the worst problem of any rank. Where there is none, "", and the
+        gradients are sums over ranks, None where no rank has given one. ValueError where memory has run out with
         `runtime.shard`: the others wait in the middle of a pass, so it cannot be repeated.
         """
         if self._ranks.size == 1:

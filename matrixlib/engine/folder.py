@@ -34,7 +34,7 @@ class RunFolder:
 
     @property
     def ended(self) -> str:
-        """When it ended, UTC, which sorts as text; of one that has not, when it began."""
+        """When it ended, UTC; of one that has not, when it began."""
         return str(self.summary.get("ended", self.started))
 
     @property
@@ -62,10 +62,8 @@ def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def whole_runs(root: Path | None = None) -> list[RunFolder]:
-    """Every whole run below the reports root, the one that began last first.
-
-    What is not whole is left out, and warned about once in a process: a damaged neighbour is nobody's obstacle.
-    """
+    """Every whole run below the reports root, the one that began last first. What is not whole is left out, with one
+    warning in a process."""
     runs = []
     for path in sorted((root or files.reports_root()).glob("*/run.json")):
         try:

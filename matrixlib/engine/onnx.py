@@ -7,7 +7,6 @@ import copy
 import importlib
 import importlib.util
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -109,10 +108,8 @@ def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> O
 
 
 def quantise(path: Path | str, out: Path | str) -> None:
-    """Write an ONNX file again with 8-bit weights; activations become 8-bit as they come (dynamic quantisation).
-
-    A quarter of the size. Unsigned weights, as onnxruntime convolves with signed ones four times more slowly.
-    Measure what it loses before you use it, and whether it is faster at all. ValueError without the packages.
+    """Write an ONNX file again with 8-bit weights, unsigned, as onnxruntime convolves with signed ones four times more
+    slowly; activations become 8-bit as they come. Measure what it loses, and whether it is faster at all.
     """
     onnx = _need("onnx")
     quantization = _need("onnxruntime.quantization")
@@ -132,7 +129,7 @@ def session(path: Path | str, threads: int = 0) -> Any:
 def _draft(path: Path | str) -> Iterator[Path]:
     """A file to write and to look at, which gets its name only if nothing was wrong with it."""
     path = Path(path)
-    if not os.path.isdir(path.parent):
+    if not path.parent.is_dir():
         raise ValueError(f"no folder '{path.parent}' to write {path.name} to")
     draft = path.with_name(path.name + ".tmp")
     try:

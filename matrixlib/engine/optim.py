@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,8 @@ from matrixlib.hardware import backend
 DECAYED = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, _ConvNd)
 """Module types whose matrices get weight decay: those that multiply activations by them."""
 
-STEPS = 5
+NOISE = 0x6E6F697365  # keeps the stream of the gradient noise apart from the others of a run's seed
+NEWTON_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Newton and Schulz's iteration of the fifth degree, as torch has them: https://kellerjordan.github.io/posts/muon/."""
 RMS = 0.2
@@ -31,17 +32,14 @@ _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
 
 class SGDParameters(nn.Module):
     """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule and decay, their
-    gradients clipped by themselves: AdamW divides by a gradient's size, so that a factor on it would be lost.
-    """
+    gradients clipped by themselves: AdamW divides by a gradient's size, so that a factor on it would be lost."""
 
     rate: float
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's wrapper, whose state dict has plain names (no `_orig_mod.`)."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
+    return cast(nn.Module, getattr(model, "_orig_mod", model))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -56,15 +54,13 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
 
 @torch.no_grad()
 def copy_named(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy `tensors` into those of the same names. Raises ValueError naming what is missing, unknown or of another
-    shape, before anything is copied.
-    """
+    """Copy `tensors` into those of the same names. ValueError naming what is missing, unknown or of another shape,
+    before anything is copied."""
     if odd := sorted(set(own) ^ set(tensors)):
         raise ValueError(f"{what}: names differ from this model's in {len(odd)} places: {', '.join(odd[:5])}")
     for name, value in own.items():
-        if value.shape != tensors[name].shape:
-            shape = tuple(tensors[name].shape)
-            raise ValueError(f"{what}: {name} has shape {shape}, the model's {tuple(value.shape)}")
+        if (shape := tensors[name].shape) != value.shape:
+            raise ValueError(f"{what}: {name} has shape {tuple(shape)}, the model's {tuple(value.shape)}")
     for name, value in own.items():
         value.copy_(sharded_like(tensors[name], value))
 
@@ -107,10 +103,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) 
     groups: list[dict[str, Any]] = []
     for decayed, orthogonal in (True, True), (True, False), (False, False):
         members = [parameter for key, parameter in parameters.items() if kinds[key] == (decayed, orthogonal)]
-        if members:
-            groups.append(
-                {"params": members, "weight_decay": weight_decay if decayed else 0.0, "orthogonal": orthogonal}
-            )
+        decay = weight_decay if decayed else 0.0
+        groups += [{"params": members, "weight_decay": decay, "orthogonal": orthogonal}] if members else []
     return groups
 
 
@@ -261,9 +255,6 @@ def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
     raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
 
 
-NOISE = 0x6E6F697365  # keeps the stream of the gradient noise apart from the others of a run's seed
-
-
 def noise_variance(config: OptimConfig, update: int) -> float:
     """Variance of the gradient noise of update `update` (0 = first): eta / (1 + t)^gamma (Neelakantan et al. 2015,
     https://arxiv.org/abs/1511.06807)."""
@@ -271,16 +262,14 @@ def noise_variance(config: OptimConfig, update: int) -> float:
 
 
 @torch.no_grad()
-def add_noise(gradients: Iterable[Tensor], variance: float, seed: int, update: int) -> None:
+def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: int) -> None:
     """Add normal noise in place. Its stream is a function of (seed, update): a run that was resumed or rolled back,
-    and every process of one that has several, draws the same, and no other stream moves.
+    and every rank, draws the same, and no other stream moves.
     """
-    generators: dict[torch.device, torch.Generator] = {}
+    device = gradients[0].device
+    generator = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + update + NOISE) % 2**63)
     for gradient in gradients:
-        device = gradient.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + update + NOISE) % 2**63)
-        drawn = torch.randn(gradient.shape, generator=generators[device], device=device, dtype=gradient.dtype)
+        drawn = torch.randn(gradient.shape, generator=generator, device=device, dtype=gradient.dtype)
         gradient.add_(drawn, alpha=variance**0.5)
 
 
@@ -365,7 +354,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def _by_steps(x: Tensor) -> Tensor:
     """Newton and Schulz's iteration as it is known, in bf16, for GPUs."""
     a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
+    for _ in range(NEWTON_STEPS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
@@ -380,9 +369,9 @@ def _by_squares(x: Tensor) -> Tensor:
     square = x @ x.mT
     one = torch.eye(square.shape[1], dtype=square.dtype)
     whole = one.expand_as(square)
-    for number in range(STEPS):
+    for number in range(NEWTON_STEPS):
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c).add_(one, alpha=a)
         whole = factor @ whole
-        if number < STEPS - 1:
+        if number < NEWTON_STEPS - 1:
             square = factor @ square @ factor
     return whole @ x

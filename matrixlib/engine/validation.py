@@ -66,9 +66,8 @@ def validate(
 ) -> Validation | None:
     """Losses and metrics of `model` over `batches` (host tensors), of all ranks together; None where there is no batch.
 
-    Sums and counts run over all batches, so a short last batch weighs no more than it should. The sums stay on the
-    device (float64 where it has that) and are read once at the end. beat: called after each batch. passes: how batches
-    are cut where memory runs out, for the validations to come as well.
+    Sums over all batches stay on the device (float64 where it has that) and are read once. beat: called after each
+    batch. passes: how batches are cut where memory runs out, for the validations to come as well.
     """
     started = time.perf_counter()
     device = runtime.torch_device
@@ -147,9 +146,7 @@ class HeldOut:
 def refuse_below_floor(
     target: float, task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE
 ) -> None:
-    """Raises ValueError when no network can reach validation.target_loss on the `batches` of all ranks, or nothing is
-    held out.
-    """
+    """ValueError when no network can reach validation.target_loss on the `batches` of all ranks, or there are none."""
     floors, counts = Counter[str](), Counter[str]()
     for batch in batches:
         counts.update(task.counts(batch))
@@ -160,9 +157,8 @@ def refuse_below_floor(
     floor = math.fsum(task.weights[term] * sums[term] / items[term] for term in active if items[term])
     if target < floor:
         raise ValueError(
-            f"validation.target_loss {target:g} is below {floor:.4f}, the least loss that any network can "
-            "reach on the validation sample (entropy of the targets, label smoothing included); raise it, "
-            "or set it to 0"
+            f"validation.target_loss {target:g} is below {floor:.4f}, the least loss that any network can reach on the "
+            "validation sample (entropy of the targets, label smoothing included); raise it, or set it to 0"
         )
 
 
