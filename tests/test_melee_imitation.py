@@ -72,18 +72,9 @@ def test_a_state_from_after_the_target_is_seen(shift: int, honest: bool) -> None
     given["target"][onsets, BUTTONS.index("B")] = 1
     given["new_action"][(onsets + shift) % 1000] = True
     given["new_action"][7::30] = True
-    checks = {name: holds for name, holds, _ in imitation.checks(figures(given))}
-    assert checks["no leak"] is honest
-
-
-@pytest.mark.parametrize("nll, better", [(0.001, True), (9.0, False)])
-def test_targets_are_more_than_repeating(nll: float, better: bool) -> None:
-    target, held = sticky(2000)
-    changes = {"sampled": target if better else held, "nll": np.full((2000, len(HEADS)), nll)}
-    found = figures(frames(2000, target=target, repeated=held, **changes))
-    assert {holds for _, holds, _ in imitation.targets(found)} == {better}
-    assert imitation.checks(found)[0][1] is better
-    assert found["total"]["nll"] == pytest.approx(6 * nll)
+    below, (_, no_leak, _) = imitation.checks(figures(given))
+    assert no_leak is honest
+    assert below[1], "certain of what is true"
 
 
 def test_what_is_always_the_same_passes_no_verdict() -> None:
@@ -98,8 +89,8 @@ def test_what_is_always_the_same_passes_no_verdict() -> None:
     nll = np.zeros((4000, len(HEADS)))
     nll[change, 0] = -np.log(counts / counts.sum())[which.reshape(-1)] + 1e-9  # more than rounding
     found = figures(frames(4000, target=target, repeated=held, sampled=target, nll=nll))
-    assert found["total"]["change_nll"] < found["total"]["change_repeating"]
-    assert [holds for name, holds, _ in imitation.targets(found) if "controller changes" in name] == [False]
+    total = found["total"]
+    assert total["change_entropy"] < total["change_nll"] < total["change_repeating"]
 
 
 def test_all_eight_buttons_count() -> None:

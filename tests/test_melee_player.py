@@ -1,7 +1,6 @@
 """A network that plays Melee: frame by frame as over whole games, its delay, its samples, its ONNX file."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from networks import CPU
 from test_melee_windows import window_of
 
 from matrixlib.engine import onnx
+from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks.melee import export, features
 from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, controllers
-from matrixlib.tasks.melee.player import MeleeNetwork
+from matrixlib.tasks.melee.player import Player
 from matrixlib.tasks.melee.task import MeleeTask
 
 REST = Controller.of(NEUTRAL)
@@ -27,11 +27,11 @@ def first_frames(count: int, delay: int = 0) -> np.ndarray:
     return window_of(game(), count, delay)
 
 
-def network(**sections: Any) -> MeleeNetwork:
+def network(**sections: Any) -> Network:
     task = melee_task(**sections)
     settings = task.config.runtime.model_copy(update=CPU)
     runtime = resolve(settings, task.config.train, task.config.data)
-    return MeleeNetwork(task.build_model(), task, runtime)  # type: ignore[arg-type]
+    return Network(task.build_model(), task, runtime)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("delay", [0, 3])
@@ -40,7 +40,7 @@ def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
     """Frame by frame as the whole window at once, with the player's own decisions as what it held."""
     net = network(model={"trunk": trunk}, data={"delay": [delay, delay]})
     window = first_frames(30, delay)
-    player = net.player(seed=1)
+    player = Player(net, seed=1)
     logits, choices = [], []
     for frame in range(30):
         player.act(window[:, frame : frame + 1])
@@ -56,7 +56,7 @@ def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
 
 def test_a_decision_is_held_after_the_delay() -> None:
     net, window = network(data={"delay": [2, 4]}), first_frames(8, 2)
-    player = net.player(seed=3)
+    player = Player(net, seed=3)
     controllers_, decided = [], []
     for frame in range(8):
         controllers_.append(player.act(window[:, frame : frame + 1]))
@@ -69,42 +69,31 @@ def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
     net, window = network(), first_frames(10)
 
     def play(**options: Any) -> list[Controller]:
-        player = net.player(**options)
+        player = Player(net, **options)
         return [player.act(window[:, frame : frame + 1]) for frame in range(10)]
 
     assert play(seed=1) == play(seed=1) != play(seed=2)
     assert play(seed=1, temperature=0.0) == play(seed=2, temperature=0.0)
-    by_network = [net.act(window[:, frame : frame + 1]) for frame in range(10)]
-    assert by_network == play(seed=0)
-    assert net.act(window[:, 0:1]) != by_network[0] or net.act(window[:, 1:2]) != by_network[1]
-    net.reset()
-    assert [net.act(window[:, frame : frame + 1]) for frame in range(10)] == play(seed=1) != by_network, "another game"
 
 
 def test_a_bot_chooses_a_delay_among_those_of_training() -> None:
     net, window = network(data={"delay": [2, 4]}), first_frames(8, 2)
-
-    def rests(act: Callable[[np.ndarray], Controller]) -> int:
-        return [act(window[:, frame : frame + 1]) != REST for frame in range(8)].index(True)
-
-    assert [rests(net.player(delay=delay).act) for delay in (2, 4)] == [2, 4]
-    assert rests(net.act) == 2
-    net.reset(delay=3)
-    assert rests(net.act) == 3
-    assert rests(net.player(seed=1, delay=4).act) == 4
-    player = net.player(delay=4)
-    player.act(window[:, 0:1])
-    told = net.player(delay=2)
-    told.act(window[:, 0:1])
-    assert (player.logits != told.logits).any(), "the network is told of it"
+    said = {}
+    for delay in (None, 2, 3, 4):
+        player = Player(net, seed=1, delay=delay)
+        held = [player.act(window[:, :1])]
+        said[delay] = player.logits
+        held += [player.act(window[:, frame : frame + 1]) for frame in range(1, 8)]
+        assert [controller != REST for controller in held].index(True) == (delay or 2)
+    assert (said[4] != said[2]).any(), "the network is told of it"
     for delay in (1, 5, -1):
         with pytest.raises(ValueError, match=rf"delay {delay}: the network was trained with 2 to 4 frames"):
-            net.reset(delay=delay)
+            Player(net, delay=delay)
 
 
 def test_a_file_says_what_its_numbers_are() -> None:
     net = network(data={"delay": [0, 3]})
-    told = export.MeleeOnnx(net.model, net.task.objective(net.model), net.delays).metadata()  # type: ignore
+    told = export.MeleeOnnx(net.model, net.task).metadata()  # type: ignore
     assert told["task"] == "melee"
     assert json.loads(told["numeric"]) == list(features.INPUTS)
     assert json.loads(told["choices"])[:2] + json.loads(told["choices"])[-2:] == ["A", "B", "c_y", "shoulder"]
@@ -130,7 +119,7 @@ def test_what_is_played_is_corrected_for_the_loss(loss: dict[str, float], presse
     outer: Any = net.model.heads.outer[0]  # type: ignore
     outer.weight.zero_()
     outer.bias.fill_(0.5)
-    player = net.player(temperature=0.0)
+    player = Player(net, temperature=0.0)
     player.act(first_frames(1))
     weights = torch.as_tensor(net.model.heads.weights)  # type: ignore
     assert player.decision[:8].tolist() == [int(pressed or weight < 1.6) for weight in weights]
@@ -141,10 +130,10 @@ def test_what_cannot_be_played_is_refused() -> None:
     net = network()
     for frame in (first_frames(2), first_frames(1)["players"]):
         with pytest.raises(ValueError, match="one frame at a time"):
-            net.act(frame)  # type: ignore[arg-type]
+            Player(net).act(frame)  # type: ignore[arg-type]
     for temperature in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"temperature {temperature}"):
-            net.player(temperature=temperature)
+            Player(net, temperature=temperature)
 
 
 @pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
@@ -152,7 +141,7 @@ def test_what_cannot_be_played_is_refused() -> None:
 @pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
 def test_the_file_decides_as_the_network(trunk: str, tmp_path: Path) -> None:
     net = network(model={"trunk": trunk})
-    file = export.export(net.model, net.task.objective(net.model), net.delays, tmp_path / "melee.onnx")  # type: ignore
+    file = export.export(net.model, net.task, tmp_path / "melee.onnx")  # type: ignore
     assert file.difference < 1e-5
     assert file.outputs[:2] == ("logits", "choices")
     assert [entry.name for entry in tmp_path.iterdir()] == ["melee.onnx"]

@@ -7,28 +7,19 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 RED = "#b3261e"  # of what is wrong
 DIGITS = 10  # of a number, at most
 LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.1, "handletextpad": 0.4, "columnspacing": 0.9}
 
 
-class PlainNumbers(Formatter):
-    """Ticks with commas and with equally many digits after the point, never as differences to an offset."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        return self.format_ticks([x])[0]
-
-    def format_ticks(self, values: Sequence[float]) -> list[str]:
-        style: dict[str, Any] = {"unique": False, "fractional": False, "trim": "-"}
-        texts = [np.format_float_positional(round(value, DIGITS + 2), DIGITS, **style) for value in values]
-        digits = max((len(text.partition(".")[2]) for text in texts), default=0)
-        return [self.fix_minus(f"{value:,.{digits}f}") for value in values]
+def plain_number(x: float, _: Any = None) -> str:
+    """The text of a tick: with commas, never a power of ten."""
+    return f"{round(x, DIGITS) + 0.0:,.{DIGITS}f}".rstrip("0").rstrip(".")
 
 
 def panels(
@@ -62,7 +53,7 @@ def plain(axes: Axes) -> None:
     axes.tick_params(labelsize=8, which="both")
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set_fontsize(8)
-        axis.set_major_formatter(PlainNumbers())
+        axis.set_major_formatter(plain_number)
 
 
 def caption(axes: Axes, text: str) -> None:
@@ -86,7 +77,7 @@ def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> N
     decades = math.log10(max(finite) / min(finite))
     some = (1.0, 3.0) if name == "x" and decades > 1 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # labels are broad, not high
     axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else some))
-    axis.set_major_formatter(lambda x, _: f"{x:,.{DIGITS}f}".rstrip("0").rstrip("."))
+    axis.set_major_formatter(plain_number)
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -7,7 +7,8 @@ random digit in the network's place.
 Arrays: G grids, N side, K = N digit indices; `cells` (G, N, N) int64 digit indices, -1 where empty or outside.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,25 +134,26 @@ def _next_cell(
 
 
 @torch.inference_mode()
-def measure(
-    model: nn.Module,
-    pool: np.ndarray,
-    mode: str,
-    fill: tuple[float, float],
-    *,
-    grids: int,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Figures of a network (on any device, left in eval mode) on `grids` held-out puzzles of one kind; shares in 0..1.
+def rates(
+    model: nn.Module, pools: Mapping[int, np.ndarray], modes: Sequence[str], grids: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Figures of a network (on any device, left in eval mode) on `grids` held-out puzzles of each kind: size, mode and
+    range of fill; shares in 0..1. The same seed makes the same puzzles, in all modes, and the same baselines.
 
-    pool: (count, n, n) digit indices, drawn from with repetition. The same seed makes the same puzzles, in all modes,
-    and the same baselines.
-
-    valid: completed by the best digits of one pass. exact: the same with the exact probabilities in the network's
-    place, which no network can beat by much; None where they cannot be counted. accuracy: hidden cells whose best digit
-    is the square's (1 cannot be reached where a puzzle has several completions). violations: repeated digits a grid
-    after one pass. iterative, beam: valid by decoding; *_baseline: the same without a network.
+    pools: size -> (count, n, n) digit indices, drawn from with repetition. valid: completed by the best digits of one
+    pass. exact: the same with the exact probabilities in the network's place, which no network can beat by much; None
+    where they cannot be counted. accuracy: hidden cells whose best digit is the square's (1 cannot be reached where a
+    puzzle has several completions). violations: repeated digits a grid after one pass. iterative, beam: valid by
+    decoding; *_baseline: the same without a network.
     """
+    model.eval()
+    kinds = itertools.product(pools, modes, FILLS)
+    return [_rate(model, pools[size], mode, fill, grids, seed) for size, mode, fill in kinds]
+
+
+def _rate(
+    model: nn.Module, pool: np.ndarray, mode: str, fill: tuple[float, float], grids: int, seed: int
+) -> dict[str, Any]:
     side, device = pool.shape[1], next(model.parameters()).device
     rng = np.random.default_rng([seed, side, round(1000 * fill[0])])
     square = pool[rng.integers(0, len(pool), grids)].astype(np.int64)
@@ -159,14 +161,10 @@ def measure(
     hidden = rng.random(square.shape) >= revealed[:, None, None]
     target, gap = torch.from_numpy(square).to(device), torch.from_numpy(hidden).to(device)
     cells, size = torch.where(gap, -1, target), torch.full((grids,), side, device=device)
-    predict, stream = network(model.eval(), mode, side), torch.Generator(device).manual_seed(seed)
+    predict, stream = network(model, mode, side), torch.Generator(device).manual_seed(seed)
     filled = one_pass(cells, size, predict)
     wrong = violations(filled, size)
-
-    def valid(decoded: Tensor) -> float:
-        return _share(~empty(decoded, size).flatten(1).any(1))
-
-    return {
+    rate = {
         "size": side,
         "mode": mode,
         "fill": fill,
@@ -175,11 +173,16 @@ def measure(
         "exact": exact_rate(square, hidden) if side <= EXACT_SIZE and fill[0] >= EXACT_FILL else None,
         "accuracy": _share((filled == target)[gap]),
         "violations": wrong.cpu().double().mean().item(),
-        "iterative": valid(iterative(cells, size, predict, stream)),
-        "iterative_baseline": valid(iterative(cells, size, None, stream)),
-        "beam": valid(beam(cells, size, predict, stream, WIDTH)),
-        "beam_baseline": valid(beam(cells, size, None, stream, WIDTH)),
     }
+    for suffix, predictor in (("", predict), ("_baseline", None)):
+        rate[f"iterative{suffix}"] = _valid(iterative(cells, size, predictor, stream), size)
+    for suffix, predictor in (("", predict), ("_baseline", None)):
+        rate[f"beam{suffix}"] = _valid(beam(cells, size, predictor, stream, WIDTH), size)
+    return rate
+
+
+def _valid(decoded: Tensor, size: Tensor) -> float:
+    return _share(~empty(decoded, size).flatten(1).any(1))
 
 
 def _share(hits: Tensor) -> float:
@@ -193,8 +196,3 @@ def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
     cells = np.where(hidden, -1, square)
     best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
     return float(squares.is_latin(np.where(hidden, best, square)).mean())
-
-
-def rates(model: nn.Module, pools: Mapping[int, np.ndarray], modes: tuple[str, ...], **options: Any) -> list[dict]:
-    """`measure` of all sizes of `pools`, modes and ranges of fill."""
-    return [measure(model, pools[size], mode, fill, **options) for size in pools for mode in modes for fill in FILLS]

@@ -103,8 +103,7 @@ class LatinNet(nn.Module):
         length = tokens.shape[1]
         hidden = (tokens == PAD)[:, None, None, :].expand(-1, 1, length, length)
         if self.config.causal:
-            places = torch.arange(length, device=tokens.device)
-            hidden = hidden | (places > places[:, None])
+            hidden = hidden | torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, float("-inf"))
 
 
@@ -131,8 +130,7 @@ class LatinOnnx(onnx.OnnxModule):
 
     def forward(self, input_grid: Tensor, grid_size: Tensor, mode: Tensor) -> Tensor:
         """(b, 16, 16), (b,), (b,) int64 -> cell_logits (b, 35, 16, 16)."""
-        logits: Tensor = self.model(input_grid, grid_size, mode)
-        return logits.permute(0, 3, 1, 2)
+        return self.model(input_grid, grid_size, mode).permute(0, 3, 1, 2)
 
     def metadata(self) -> dict[str, str]:
         return {"task": "latin"}

@@ -18,8 +18,8 @@ I8: TypeAlias = NDArray[np.int8]
 I64: TypeAlias = NDArray[np.int64]
 U64: TypeAlias = NDArray[np.uint64]
 
-COUNTS = {1: 1, 2: 2, 3: 12, 4: 576, 5: 161_280, 6: 812_851_200}
-"""Number of Latin squares of an order (OEIS A002860)."""
+COUNTS = {1: 1, 2: 2, 3: 12, 4: 576, 5: 161_280}
+"""Number of Latin squares of an order (OEIS A002860), of those that `every` lists."""
 
 
 @kernel
@@ -49,12 +49,13 @@ def _one(line: I8, state: U64, proper: bool) -> Int:
 
 
 @kernel
-def _walk(cube: I8, bad: I64, proper: Any, visits: Int, state: U64) -> bool:
-    """Moves of Jacobson and Matthews on the incidence cube until `visits` proper squares have been met.
+def _walk(cube: I8, bad: I64, visits: Int, state: U64) -> None:
+    """Moves of Jacobson and Matthews on the incidence cube, from a proper square until `visits` others have been met.
 
-    bad: (row, column, digit) of the -1 of an improper square. Returns True, as the last square is proper.
+    bad: room for (row, column, digit) of the -1 of an improper square.
     """
     n = len(cube)
+    proper: Any = True
     while visits:
         if proper:
             r, c, s = _below(state, n), _below(state, n), _below(state, n)
@@ -76,23 +77,20 @@ def _walk(cube: I8, bad: I64, proper: Any, visits: Int, state: U64) -> bool:
         proper = cube[r1, c1, s1] >= 0
         bad[0], bad[1], bad[2] = r1, c1, s1
         visits -= proper
-    return proper
 
 
 @kernel
 def _chain(n: Int, count: Int, state: U64, out: U8) -> None:
     """`count` squares from one chain, 2 n**2 proper squares apart, after 10 n**3 from the cyclic one."""
     cube = np.zeros((n, n, n), np.int8)
-    for r in range(n):
-        for c in range(n):
-            cube[r, c, (r + c) % n] = 1
+    for r, c in np.ndindex(n, n):
+        cube[r, c, (r + c) % n] = 1
     bad = np.zeros(3, np.int64)
-    _walk(cube, bad, True, 10 * n**3, state)
+    _walk(cube, bad, 10 * n**3, state)
     for i in range(count):
-        _walk(cube, bad, True, 2 * n**2, state)
-        for r in range(n):
-            for c in range(n):
-                out[i, r, c] = _one(cube[r, c], state, True)
+        _walk(cube, bad, 2 * n**2, state)
+        for r, c in np.ndindex(n, n):
+            out[i, r, c] = _one(cube[r, c], state, True)
 
 
 def generate(size: int, count: int, seed: int) -> np.ndarray:
@@ -128,13 +126,12 @@ def _search(cells: I8, counts: I64, limit: Int, grids: I8) -> Int:
     n = len(cells)
     rows, columns = np.zeros(n, np.int64), np.zeros(n, np.int64)
     empty = 0
-    for r in range(n):
-        for c in range(n):
-            if cells[r, c] < 0:
-                empty += 1
-            else:
-                rows[r] |= 1 << cells[r, c]
-                columns[c] |= 1 << cells[r, c]
+    for r, c in np.ndindex(n, n):
+        if cells[r, c] < 0:
+            empty += 1
+        else:
+            rows[r] |= 1 << cells[r, c]
+            columns[c] |= 1 << cells[r, c]
     full = (1 << n) - 1
     at = np.zeros((empty + 1, 2), np.int64)  # the cell filled at each depth
     left = np.zeros(empty + 1, np.int64)  # its digits that are not tried yet
@@ -144,25 +141,23 @@ def _search(cells: I8, counts: I64, limit: Int, grids: I8) -> Int:
             if solutions < len(grids):
                 grids[solutions] = cells
             solutions += 1
-            for r in range(n):
-                for c in range(n):
-                    counts[r, c, cells[r, c]] += 1
+            for r, c in np.ndindex(n, n):
+                counts[r, c, cells[r, c]] += 1
             depth -= 1
             if solutions >= limit:
                 return solutions
         else:
             fewest = n + 1
-            for r in range(n):
-                for c in range(n):
-                    if cells[r, c] < 0:
-                        options = full & ~(rows[r] | columns[c])
-                        number = 0
-                        while options:
-                            options &= options - 1
-                            number += 1
-                        if number < fewest:
-                            fewest = number
-                            at[depth, 0], at[depth, 1] = r, c
+            for r, c in np.ndindex(n, n):
+                if cells[r, c] < 0:
+                    options = full & ~(rows[r] | columns[c])
+                    number = 0
+                    while options:
+                        options &= options - 1
+                        number += 1
+                    if number < fewest:
+                        fewest = number
+                        at[depth, 0], at[depth, 1] = r, c
             left[depth] = full & ~(rows[at[depth, 0]] | columns[at[depth, 1]])
         while depth >= 0:  # the next digit at this depth, or back
             r, c = at[depth]

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,8 @@ from matrixlib.engine.onnx import export as write
 from matrixlib.tasks.melee.columns import BUTTONS, DELAYS
 from matrixlib.tasks.melee.controller import AXES, LOGITS, NEUTRAL
 from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
-from matrixlib.tasks.melee.losses import Objective
 from matrixlib.tasks.melee.model import MeleeNet, gumbel
+from matrixlib.tasks.melee.task import MeleeTask
 
 
 class MeleeOnnx(OnnxModule):
@@ -24,9 +23,9 @@ class MeleeOnnx(OnnxModule):
     sample.
     """
 
-    def __init__(self, model: MeleeNet, objective: Objective, delays: tuple[int, int]) -> None:
+    def __init__(self, model: MeleeNet, task: MeleeTask) -> None:
         super().__init__()
-        self.model, self._correct, self._delays = model, objective.correct, delays
+        self.model, self._correct, self._delays = model, task.objective(model).correct, task.config.data.delay
         names = [f"memory_{number}" for number in range(len(model.trunk.initial(1)))]
         self.inputs = ("numeric", "action", "character", "previous", "noise", *names)
         self.outputs = ("logits", "choices", *(f"next_{name}" for name in names))
@@ -55,13 +54,12 @@ class MeleeOnnx(OnnxModule):
         return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
-def export(model: MeleeNet, objective: Objective, delays: tuple[int, int], path: Path | str) -> OnnxFile:
+def export(model: MeleeNet, task: MeleeTask, path: Path | str) -> OnnxFile:
     """Write a network for Melee as ONNX, with the delays that it was trained with; errors as of `engine.onnx.export`.
 
     Compared over games of three frames at random, one and four at a time, sampled and not.
     """
-    model = copy.deepcopy(model).cpu().float().eval()
-    module = MeleeOnnx(model, replace(objective, weights=model.heads.weights), delays)
+    module = MeleeOnnx(copy.deepcopy(model).cpu().float().eval(), task)
     return write(module, path, [inputs for rows in (1, 4) for inputs in frames(module, rows, 3)])
 
 

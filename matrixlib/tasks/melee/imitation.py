@@ -175,26 +175,3 @@ def checks(figures: Mapping[str, Any]) -> list[Check]:
             f"the action has just changed at {leak['at_onsets']:.1%} of the onsets, in {leak['anywhere']:.1%} of all",
         ),
     ]
-
-
-def targets(figures: Mapping[str, Any]) -> list[Check]:
-    """What a network that had its time has to reach: more than holding the controller does, which meets no onset."""
-    total, onsets = figures["total"], figures["onsets"]
-    return [
-        (
-            "onsets met twice as often as by chance",
-            onsets["recall"] > 2 * onsets["false"],
-            f"{onsets['recall']:.1%} of the onsets, {onsets['false']:.1%} of the frames without one",
-        ),
-        (
-            "log-loss where the controller changes below repeating and below every constant",
-            total["change_nll"] < min(total["change_repeating"], total["change_entropy"]),
-            f"{total['change_nll']:.2f} nats, {total['change_repeating']:.2f} by repeating, "
-            f"{total['change_entropy']:.2f} by the best constant",
-        ),
-        (
-            "log-loss of all frames below repeating",
-            total["nll"] < total["repeating"],
-            f"{total['nll']:.3f} nats a frame, {total['repeating']:.3f} by repeating",
-        ),
-    ]

@@ -18,7 +18,7 @@ import numpy as np
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.imports import ImportReport, Storage, files_of, hash_of, import_each, import_logs
-from matrixlib.data.shards import Batch, Shard, concat, file_hash
+from matrixlib.data.shards import Shard, concat, file_hash
 from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, read
@@ -85,7 +85,7 @@ def import_replays(
     new = [file for path in named if path not in known for file in replays[path]]
     split = threshold({file_hash(file): file for file in new}, *_games(Path(folder)))
     jobs = [(path, Slippi(known.get(path, split))) for path in named]
-    storage = Storage(LAYOUT, VERSION, SHARD, STEP, _is_held_out, _faults, figures)
+    storage = Storage(LAYOUT, VERSION, SHARD, STEP, _is_held_out, lambda batch: {}, figures)
     return import_each(jobs, Path(folder), storage, workers, progress, limit)
 
 
@@ -136,9 +136,3 @@ def _replays(path: Path) -> list[Path]:
 
 def _is_held_out(records: np.ndarray) -> np.ndarray:
     return records["held_out"] > 0
-
-
-def _faults(batch: Batch) -> dict[str, np.ndarray]:
-    """Rows that nothing could be learned from."""
-    bad = (batch["records"]["own"] == 0) | (np.diff(batch["frame_offset"]) < 2)
-    return {"a row without a frame and the one after it": bad} if bad.any() else {}

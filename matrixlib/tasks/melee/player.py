@@ -1,7 +1,5 @@
 """A trained network that plays: one frame of the game in, the controller for the next one out."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, cast
 
@@ -16,53 +14,24 @@ from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller, contro
 from matrixlib.tasks.melee.model import MeleeNet, State, gumbel
 
 
-class MeleeNetwork(Network):
-    """A network that imitates a player."""
-
-    _playing: Player | None = None
-    _games = 0  # begun
-
-    @property
-    def delays(self) -> tuple[int, int]:
-        """The least and the greatest delay that it was trained with."""
-        task: Any = self.task
-        return task.config.data.delay
-
-    def player(self, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> Player:
-        """One that plays a game of its own; see `Player`."""
-        return Player(self, seed, temperature, delay)
-
-    def act(self, frame: np.ndarray) -> Controller:
-        """`Player.act` of the one game that is being played; `reset` begins another."""
-        if self._playing is None:
-            self.reset()
-        assert self._playing is not None
-        return self._playing.act(frame)
-
-    def reset(self, delay: int | None = None) -> None:
-        """The next frame is the first of a game, which has a seed of its own: the first 0, the next 1. delay: as of
-        `Player`."""
-        self._playing = self.player(self._games, delay=delay)
-        self._games += 1
-
-
 class Player:
-    """Plays one game. Holds what the network remembers, and what it has decided.
+    """Plays one game with a network (`tasks.load`): holds what that remembers, and what it has decided.
 
+    seed: of its decisions; another game needs another player, and another seed.
     temperature: of the decisions, 1 as the players did; 0 takes the likeliest of each part, which hardly ever presses a
     rare button. delay: frames from a state to the decision on it, by default the least that the network was trained
     with; a bot takes what passes between what it sees and what the game takes from it. ValueError for a temperature
     below 0, or a delay that the network was not trained with.
     """
 
-    def __init__(self, net: MeleeNetwork, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> None:
-        least, most = net.delays
+    def __init__(self, net: Network, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> None:
+        task: Any = net.task
+        least, most = task.config.data.delay
         delay = least if delay is None else delay
         if not least <= delay <= most:
             raise ValueError(f"delay {delay}: the network was trained with {least} to {most} frames (data.delay)")
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature {temperature}: give 1, more for variety, less for certainty, or 0")
-        task: Any = net.task
         self._model = cast(MeleeNet, net.model)
         self._correct = task.objective(self._model).correct
         self._device = net.runtime.torch_device

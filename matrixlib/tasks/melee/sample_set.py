@@ -111,9 +111,9 @@ def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
     return write_shipped(folder, old["file"], data, {"games": old["games"]}, old["meta"], infos)
 
 
-def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
+def unpack_sample() -> Path:
     """The folder with the unpacked shards of the sample set; see `shipped.unpack`."""
-    return unpack(folder, "melee", _write, cache)
+    return unpack(SAMPLE, "melee", _write)
 
 
 def _write(folder: Path, data: bytes, meta: Mapping[str, Any]) -> list[ShardInfo]:

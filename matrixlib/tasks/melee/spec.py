@@ -4,17 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.engine.onnx import OnnxFile
-from matrixlib.hardware.runtime import Runtime, Serving
 from matrixlib.tasks.melee import imitation
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.export import export
-from matrixlib.tasks.melee.player import MeleeNetwork
 from matrixlib.tasks.melee.sample_set import data_folder, statistics
 from matrixlib.tasks.melee.task import MeleeTask
 from matrixlib.tasks.spec import Check, Overfit, TaskSpec
@@ -47,13 +43,8 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
     def folder(self, config: MeleeConfig) -> Path:
         return data_folder(config)
 
-    def network(
-        self, model: nn.Module, config: MeleeConfig, runtime: Runtime, serving: Serving | None = None
-    ) -> MeleeNetwork:
-        return MeleeNetwork(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
-
     def export(self, net: Any, path: Path | str) -> OnnxFile:
-        return export(net.model, net.task.objective(net.model), net.delays, path)
+        return export(net.model, net.task, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Log-likelihoods and onsets of held-out frames, each beside what repeating the controller gives."""

@@ -136,12 +136,10 @@ class TicTacToeTask(Ungated):
         policy, value = model(batch["squares"])
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
-        with torch.autocast(policy.device.type, enabled=False):
-            if "policy" in active:
-                sums["policy"], found = policy_loss(policy, batch["policy"], batch["squares"] == 0)
-                metrics |= {f"policy/{name}": metric for name, metric in found.items()}
-            if "value" in active:
-                sums["value"], metrics["value/accuracy"] = value_loss(value, batch["result"])
+        if "policy" in active:
+            sums["policy"], metrics = policy_loss(policy, batch["policy"], batch["squares"] == 0)
+        if "value" in active:
+            sums["value"], metrics["value/accuracy"] = value_loss(value, batch["result"])
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
@@ -177,8 +175,8 @@ def log_shares(logits: Tensor, free: Tensor) -> Tensor:
 
 
 def policy_loss(logits: Tensor, target: Tensor, free: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy, summed over rows with a target (B, 9). Metrics: `top1` (the best move is one of the target's
-    best, all that tie), `uniform` (the same of a random free square) and `kl` to the target."""
+    """Cross-entropy in fp32, summed over rows with a target (B, 9). Metrics: `top1` (the best move is one of the
+    target's best, all that tie), `uniform` (the same of a random free square) and `kl` to the target."""
     log_p = log_shares(logits, free)
     loss = -(target * log_p).sum(1)  # 0 without a target
     with torch.no_grad():
@@ -186,7 +184,7 @@ def policy_loss(logits: Tensor, target: Tensor, free: Tensor) -> tuple[Tensor, d
         hits = best.gather(1, log_p.argmax(1, keepdim=True))
         kl = loss + torch.special.xlogy(target, target).sum(1)
         uniform = best.sum(1) / free.sum(1).clamp(min=1)
-        metrics = {"top1": hits.sum().float(), "uniform": uniform.sum(), "kl": kl.sum()}
+        metrics = {"policy/top1": hits.sum().float(), "policy/uniform": uniform.sum(), "policy/kl": kl.sum()}
     return loss.sum(), metrics
 
 
