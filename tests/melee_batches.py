@@ -8,8 +8,9 @@ import torch
 from matrixlib.config import merge
 from matrixlib.engine.task import Batch
 from matrixlib.tasks import load_config
+from matrixlib.tasks.melee.columns import CHARACTERS
 from matrixlib.tasks.melee.controller import STICK_CLASSES, Statistics
-from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
+from matrixlib.tasks.melee.features import ACTIONS, INPUTS
 from matrixlib.tasks.melee.task import MeleeTask
 
 SMALL = {"data": {"window": 12}, "model": {"width": 16, "layers": 2, "heads": 2, "embedding": 4, "head_width": 8}}

@@ -14,7 +14,8 @@ from matrixlib.runs.run import open_run
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.controller import HEADS
-from matrixlib.tasks.melee.sample_set import SAMPLE, decode, encode, statistics, unpack_sample
+from matrixlib.tasks.melee.sample_set import SAMPLE, decode, encode, unpack_sample
+from matrixlib.tasks.melee.spec import TASK
 from matrixlib.tasks.shipped import read_manifest
 
 
@@ -69,7 +70,7 @@ def held_buttons(folder: Path, rows: int) -> tuple[int, list[int]]:
 
 
 def test_rates_are_those_of_the_rows_in_use(folder: Path) -> None:
-    whole, part = statistics(config(source=str(folder))), statistics(config(source=str(folder), limit=100))
+    whole, part = TASK.statistics(config(source=str(folder))), TASK.statistics(config(source=str(folder), limit=100))
     assert whole is not None
     assert part is not None
     for counted, rows in ((whole, 1882), (part, 100)):
@@ -79,17 +80,17 @@ def test_rates_are_those_of_the_rows_in_use(folder: Path) -> None:
 
 
 def test_rates_are_made_again_where_the_split_changes(folder: Path, tmp_path: Path) -> None:
-    before, other = statistics(config(source=str(folder))), tmp_path / "other"
+    before, other = TASK.statistics(config(source=str(folder))), tmp_path / "other"
     other.mkdir()
     for split, name in (("train", "validation"), ("validation", "train")):
         _move(folder / f"sample_{name}.npz", other / f"sample_{split}.npz", split)
-    after = statistics(config(source=str(other)))
+    after = TASK.statistics(config(source=str(other)))
     assert before is not None
     assert after is not None
     assert (before.frames, after.frames) == (112572, 23904)
     Catalogue(other).quarantine("sample_train.npz", "by hand")
-    assert statistics(config(source=str(other))) is None
-    assert statistics(config(source=str(tmp_path / "nowhere"))) is None
+    assert TASK.statistics(config(source=str(other))) is None
+    assert TASK.statistics(config(source=str(tmp_path / "nowhere"))) is None
 
 
 def _move(path: Path, to: Path, split: str) -> None:

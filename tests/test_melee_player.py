@@ -15,9 +15,9 @@ from test_melee_windows import window_of
 from matrixlib.engine import onnx
 from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import resolve
-from matrixlib.tasks.melee import export, features
+from matrixlib.tasks.melee import features
 from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, controllers
-from matrixlib.tasks.melee.player import Player
+from matrixlib.tasks.melee.player import MeleeOnnx, Player, export
 from matrixlib.tasks.melee.task import MeleeTask
 
 REST = Controller.of(NEUTRAL)
@@ -93,7 +93,7 @@ def test_a_bot_chooses_a_delay_among_those_of_training() -> None:
 
 def test_a_file_says_what_its_numbers_are() -> None:
     net = network(data={"delay": [0, 3]})
-    told = export.MeleeOnnx(net.model, net.task).metadata()  # type: ignore
+    told = MeleeOnnx(net.model, net.task).metadata()  # type: ignore
     assert told["task"] == "melee"
     assert json.loads(told["numeric"]) == list(features.INPUTS)
     assert json.loads(told["choices"])[:2] + json.loads(told["choices"])[-2:] == ["A", "B", "c_y", "shoulder"]
@@ -141,7 +141,7 @@ def test_what_cannot_be_played_is_refused() -> None:
 @pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
 def test_the_file_decides_as_the_network(trunk: str, tmp_path: Path) -> None:
     net = network(model={"trunk": trunk})
-    file = export.export(net.model, net.task, tmp_path / "melee.onnx")  # type: ignore
+    file = export(net.model, net.task, tmp_path / "melee.onnx")  # type: ignore
     assert file.difference < 1e-5
     assert file.outputs[:2] == ("logits", "choices")
     assert [entry.name for entry in tmp_path.iterdir()] == ["melee.onnx"]

@@ -4,26 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from matrixlib.tasks.melee.columns import (
-    BUTTONS,
-    CHARACTERS,
-    DELAYS,
-    EVERYTHING,
-    FRAME,
-    GROUND,
-    HALVES,
-    LEFT,
-    NOTHING,
-    PAIR,
-    RIGHT,
-    SAFE,
-    SCENE,
-    SHOULDER_STEPS,
-    SLOTS,
-    STICK_STEPS,
-    STICKS,
-    UNKNOWN,
-)
+from matrixlib.tasks.melee import columns
 from matrixlib.tasks.melee.controller import choices_of, pressed
 
 ACTIONS = 399
@@ -54,7 +35,7 @@ _OF_SECOND = (*STATE, "speed air x", "speed y", "hitstun", "action frame", "stoc
 OF_SECOND = [LEADER.index(name) for name in _OF_SECOND]
 _KINDS = (f"kind {number}" for number in range(len(KINDS)))
 SECOND = tuple(f"second {name}" for name in ("there", *_OF_SECOND, *_KINDS))
-CONTROLS = (*BUTTONS, *STICKS, "shoulder")
+CONTROLS = (*columns.BUTTONS, *columns.STICKS, "shoulder")
 SPATIAL = ("distance", "dx", "dy", "time")
 ITEM_FIELDS = ("there", "owner", "x", "y", "type", "speed x", "speed y")
 KNOWN = ("speeds", "on ground", "action frame", "invulnerable", "items")
@@ -64,7 +45,7 @@ INPUTS: tuple[str, ...] = (
     *(f"stage {name}" for name in (*STAGES.values(), "other")),
     *(f"previous {name}" for name in CONTROLS),
     *SPATIAL,
-    *(f"item {slot} {name}" for slot in range(SLOTS) for name in ITEM_FIELDS),
+    *(f"item {slot} {name}" for slot in range(columns.SLOTS) for name in ITEM_FIELDS),
     "delay",
     *(f"known {name}" for name in KNOWN),
 )
@@ -92,20 +73,20 @@ def live(
     followers: whose (0 ours, 1 theirs) -> PLAYER. items: ITEM. The frame's own controller is not looked at.
     """
     scene = blank(1, 1)
-    scene["players"] = np.asarray(frame, FRAME).reshape(1).view(PAIR)["players"]
+    scene["players"] = np.asarray(frame, columns.FRAME).reshape(1).view(columns.PAIR)["players"]
     scene["previous"], scene["number"], scene["stage"] = previous, number, stage
-    scene["known"], scene["delay"] = EVERYTHING, delay
+    scene["known"], scene["delay"] = columns.EVERYTHING, delay
     for whose, state in (followers or {}).items():
         scene["follower"][0, 0, whose] = state
-    for slot, item in enumerate(items[:SLOTS]):
+    for slot, item in enumerate(items[: columns.SLOTS]):
         scene["item"][0, 0, slot] = item
     return scene
 
 
 def blank(*shape: int) -> np.ndarray:
     """SCENE of this shape, without second characters and items."""
-    scene = np.zeros(shape, SCENE)
-    scene["follower"]["character"], scene["item"]["type"] = UNKNOWN, NOTHING
+    scene = np.zeros(shape, columns.SCENE)
+    scene["follower"]["character"], scene["item"]["type"] = columns.UNKNOWN, columns.NOTHING
     return scene
 
 
@@ -117,7 +98,7 @@ def inputs(scene: np.ndarray) -> dict[str, np.ndarray]:
     leader = _leader(players)
     both = _block(out, f"own {LEADER[0]}", 2, len(LEADER) + len(SECOND))
     both[..., : len(LEADER)] = leader
-    there = follower["character"] != UNKNOWN
+    there = follower["character"] != columns.UNKNOWN
     both[..., len(LEADER) :][there] = _second(follower[there])
     stage = scene["stage"][..., None] == np.array(list(STAGES))
     other = ~stage.any(-1, keepdims=True)
@@ -127,15 +108,15 @@ def inputs(scene: np.ndarray) -> dict[str, np.ndarray]:
     values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, scene["number"] / GAME_FRAMES)
     for name, column in zip(SPATIAL, values, strict=True):
         out[..., PLACE[name]] = column
-    there = item["type"] != NOTHING
-    _block(out, f"item 0 {ITEM_FIELDS[0]}", SLOTS, len(ITEM_FIELDS))[there] = _items(item[there])
-    out[..., PLACE["delay"]] = scene["delay"] / DELAYS
+    there = item["type"] != columns.NOTHING
+    _block(out, f"item 0 {ITEM_FIELDS[0]}", columns.SLOTS, len(ITEM_FIELDS))[there] = _items(item[there])
+    out[..., PLACE["delay"]] = scene["delay"] / columns.DELAYS
     known = scene["known"][..., None] >> np.arange(len(KNOWN)) & 1
     _block(out, f"known {KNOWN[0]}", 1, len(KNOWN))[:, :, 0] = known
     return {
         "numeric": out,
         "action": np.minimum(players["action"], ACTIONS - 1).astype(np.int16),
-        "character": np.minimum(players["character"], CHARACTERS - 1),
+        "character": np.minimum(players["character"], columns.CHARACTERS - 1),
         "previous": choices_of(scene["previous"]),
     }
 
@@ -156,18 +137,18 @@ def _number(values: np.ndarray) -> np.ndarray:
 def _leader(state: np.ndarray) -> np.ndarray:
     """(..., len(LEADER)) of players (...)."""
     out = np.empty((*state.shape, len(LEADER)), np.float32)
-    out[..., MEASURED] = _number(state.view(HALVES)["halves"]) * SCALES
+    out[..., MEASURED] = _number(state.view(columns.HALVES)["halves"]) * SCALES
     np.clip(out[..., 0], 0, 5, out=out[..., 0])
     flags, x = state["flags"], out[..., LEADER.index("x")] * np.float32(20)
-    columns = {
-        "facing": ((flags & RIGHT) > 0).astype(np.float32) - ((flags & LEFT) > 0),
-        "invulnerable": (flags & SAFE) > 0,
-        "jumps": np.where(state["jumps"] == UNKNOWN, 0, state["jumps"]) / 6,
-        "on ground": (flags & GROUND) > 0,
+    others = {
+        "facing": ((flags & columns.RIGHT) > 0).astype(np.float32) - ((flags & columns.LEFT) > 0),
+        "invulnerable": (flags & columns.SAFE) > 0,
+        "jumps": np.where(state["jumps"] == columns.UNKNOWN, 0, state["jumps"]) / 6,
+        "on ground": (flags & columns.GROUND) > 0,
         "stocks": state["stocks"] / 4,
         "ledge": (EDGE - np.abs(x)) / EDGE,
     }
-    for name, column in columns.items():
+    for name, column in others.items():
         out[..., LEADER.index(name)] = column
     return out
 
@@ -179,10 +160,10 @@ def _second(state: np.ndarray) -> np.ndarray:
 
 
 def _controls(out: np.ndarray, controller: np.ndarray) -> None:
-    buttons = len(BUTTONS)
+    buttons = len(columns.BUTTONS)
     out[..., :buttons] = pressed(controller["buttons"])
-    out[..., buttons : buttons + 4] = controller["sticks"] / np.float32(STICK_STEPS)
-    out[..., buttons + 4] = controller["shoulder"] / np.float32(SHOULDER_STEPS)
+    out[..., buttons : buttons + 4] = controller["sticks"] / np.float32(columns.STICK_STEPS)
+    out[..., buttons + 4] = controller["shoulder"] / np.float32(columns.SHOULDER_STEPS)
 
 
 def _items(item: np.ndarray) -> np.ndarray:
@@ -194,10 +175,10 @@ def _items(item: np.ndarray) -> np.ndarray:
 def mirror(scene: np.ndarray, rows: np.ndarray) -> None:
     """Exchange left and right in `rows` (B,) bool of SCENE (B, T), in place."""
     for players in (scene["players"], scene["follower"]):
-        players.view(HALVES)["halves"].view("<u2")[rows] ^= SIGNS
-        flags = players["flags"][rows]
-        turned = (flags & RIGHT) // RIGHT * LEFT | (flags & LEFT) // LEFT * RIGHT
-        players["flags"][rows] = flags & ~np.uint8(RIGHT | LEFT) | turned
+        players.view(columns.HALVES)["halves"].view("<u2")[rows] ^= SIGNS
+        flags, facing = players["flags"][rows], columns.RIGHT | columns.LEFT
+        turns = np.isin(flags & facing, (columns.RIGHT, columns.LEFT))
+        players["flags"][rows] = np.where(turns, flags ^ facing, flags)
         action = players["action"][rows]
         players["action"][rows] = np.where(np.isin(action, DEAD_SIDEWAYS), sum(DEAD_SIDEWAYS) - action, action)
     # Of sticks the steps, not the classes: 16 - class is one off in the middle between two, where it is rounded up.

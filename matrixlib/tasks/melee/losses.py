@@ -5,15 +5,13 @@ loss of the buttons is the mean over the eight, so that no part outweighs the ot
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matrixlib.engine.task import Batch
-from matrixlib.tasks.melee.controller import HEADS, Head
+from matrixlib.tasks.melee.controller import Head
 
 LIMIT = 60.0  # of logits
 TINY = 1e-7
@@ -94,48 +92,6 @@ def log_likelihood(head: Head, corrected: Tensor, choices: Tensor) -> Tensor:
     return corrected.gather(-1, choices)[..., 0]
 
 
-def losses(
-    objective: Objective, logits: Tensor, batch: Batch, active: frozenset[str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums over valid frames of the active heads' losses, from logits (B, T, 81).
-
-    Metrics: `nll` of the probabilities, whatever the loss, of the eight buttons the sum; `accuracy` of the likeliest
-    class, or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is. Those of a part
-    that is decided after others hold where their truth is given.
-    """
-    target, previous = batch["choices"].long(), batch["previous"].long()
-    valid = batch["valid"].bool()
-    sums, metrics = {}, {}
-
-    def total(value: Tensor) -> Tensor:
-        return torch.where(valid, value.float(), 0.0).sum()
-
-    for head in HEADS:
-        if head.name not in active:
-            continue
-        own, choices, before = logits[..., head.logits], target[..., head.choices], previous[..., head.choices]
-        sums[head.name] = total(objective.losses(head, own, choices))
-        with torch.no_grad():
-            corrected = objective.correct(head, own)
-            metrics[f"{head.name}/nll"] = total(-log_likelihood(head, corrected, choices))
-            metrics[f"{head.name}/accuracy"] = total((likeliest(head, corrected) == choices).float().mean(-1))
-            metrics[f"{head.name}/repeat"] = total((before == choices).float().mean(-1))
-    return sums, metrics
-
-
 def likeliest(head: Head, corrected: Tensor) -> Tensor:
     """(..., 8 or 1) choices."""
     return (corrected > 0).long() if head.name == "buttons" else corrected.argmax(-1, keepdim=True)
-
-
-def bounds(objective: Objective, prior: Sequence[float], batch: Batch) -> dict[str, tuple[float, float]]:
-    """(chance, floor) of each head, summed over valid frames: the loss of always saying `prior` (81,), the least."""
-    target, valid = batch["choices"].long(), batch["valid"].bool()
-    frames = int(valid.sum())
-    logits = torch.tensor(prior).expand(*target.shape[:-1], -1)
-
-    def chance(head: Head) -> float:
-        loss = objective.losses(head, logits[..., head.logits], target[..., head.choices])
-        return torch.where(valid, loss.double(), 0.0).sum().item()
-
-    return {head.name: (chance(head), frames * objective.floor(head)) for head in HEADS}

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matrixlib.tasks.melee.columns import CHARACTERS
 from matrixlib.tasks.melee.config import MeleeModelConfig
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head
-from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
+from matrixlib.tasks.melee.features import ACTIONS, INPUTS
 
 State = tuple[Tensor, ...]
 Correct = Callable[[Head, Tensor], Tensor]

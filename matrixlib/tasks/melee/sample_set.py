@@ -1,4 +1,4 @@
-"""The sample set that ships with the package: games of people, byte by byte along time; and the data of a run.
+"""The sample set that ships with the package: games of people, byte by byte along time.
 
 `sample/sample.npz.xz` holds what `replay.read` gives of each game, for each byte of a frame an array along time, so
 that successive values are alike. `sample/manifest.json` says of each game where it is from, `sample/LICENSE` is the
@@ -7,10 +7,8 @@ licence of the recordings. The file is made again from the replays by
     python -m matrixlib.tasks.melee.sample_set FOLDER
 """
 
-import functools
 import io
 import lzma
-import operator
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,18 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from matrixlib.config import ConfigError
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.reader import kept_rows
-from matrixlib.data.remote import local_path
-from matrixlib.data.shards import Shard, ShardInfo, concat, select, write_shard
+from matrixlib.data.shards import ShardInfo, concat, write_shard
 from matrixlib.tasks.melee.columns import CONTROLLER, ITEM, LAYOUT, PLAYER
-from matrixlib.tasks.melee.config import MeleeConfig
-from matrixlib.tasks.melee.controller import Statistics
 from matrixlib.tasks.melee.replay import Replay, read
-from matrixlib.tasks.melee.windows import count, figures, stretches
+from matrixlib.tasks.melee.windows import figures, stretches
 from matrixlib.tasks.shipped import read_manifest, unpack, write_shipped
-from matrixlib.tasks.spec import given_folder
 
 SAMPLE = Path(__file__).parent / "sample"
 ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
@@ -43,33 +34,6 @@ ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
 }
 """Of a replay: kind and shape of each entry."""
 RISING = ("number", "follower_at", "item_at")  # stored as differences
-
-
-def data_folder(config: MeleeConfig) -> Path:
-    """Folder of the shards of a run. Raises ConfigError."""
-    return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")
-
-
-def statistics(config: MeleeConfig) -> Statistics | None:
-    """Of the training rows of a configuration; None where its data are not on this machine.
-
-    The catalogue has the counts of each shard, made when it was written. They are added up over the shards in use, so
-    that another split, another limit or a shard in quarantine gives other rates; where a limit keeps a part of a shard,
-    the rows of that part are counted. Raises ShardError for a shard that cannot be read.
-    """
-    try:
-        folder = data_folder(config)
-    except ConfigError:
-        return None
-    rows = Catalogue(folder).shards("train")
-    kept = kept_rows([row.count for row in rows], [row.source for row in rows], config.data.limit)
-    parts = []
-    for row, rows_kept in zip(rows, kept, strict=True):
-        if rows_kept == row.count and "classes" in row.quality:
-            parts.append(Statistics(**row.quality["classes"]))
-        elif rows_kept:
-            parts.append(count(select(Shard(local_path(row), LAYOUT).arrays, np.arange(rows_kept), LAYOUT)))
-    return functools.reduce(operator.add, parts) if parts else None
 
 
 def encode(games: Sequence[Replay]) -> bytes:

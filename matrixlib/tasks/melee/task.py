@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.engine.task import Batch, Ungated
-from matrixlib.tasks.melee import losses, windows
+from matrixlib.tasks.melee import windows
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, Statistics
-from matrixlib.tasks.melee.losses import Objective
+from matrixlib.tasks.melee.losses import Objective, likeliest, log_likelihood
 from matrixlib.tasks.melee.model import MeleeNet
 
 
@@ -74,16 +74,39 @@ class MeleeTask(Ungated):
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms over the valid frames, and their metrics (see losses.py)."""
-        logits = self._logits(model, batch)
-        with torch.autocast(logits.device.type, enabled=False):
-            return losses.losses(self.objective(model), logits, batch, active)
+        """Sums of the active terms over the valid frames, and their metrics.
+
+        `nll` of the probabilities, whatever the loss, of the eight buttons the sum; `accuracy` of the likeliest class,
+        or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is. Those of a part that
+        is decided after others hold where their truth is given.
+        """
+        logits, objective = self._logits(model, batch), self.objective(model)
+        target, previous, valid = batch["choices"].long(), batch["previous"].long(), batch["valid"].bool()
+        sums: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
+
+        def total(value: Tensor) -> Tensor:
+            return torch.where(valid, value.float(), 0.0).sum()
+
+        for head in (head for head in HEADS if head.name in active):
+            own, choices, before = logits[..., head.logits], target[..., head.choices], previous[..., head.choices]
+            sums[head.name] = total(objective.losses(head, own, choices))
+            with torch.no_grad():
+                corrected = objective.correct(head, own)
+                metrics[f"{head.name}/nll"] = total(-log_likelihood(head, corrected, choices))
+                metrics[f"{head.name}/accuracy"] = total((likeliest(head, corrected) == choices).float().mean(-1))
+                metrics[f"{head.name}/repeat"] = total((before == choices).float().mean(-1))
+        return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor) as sums over the items of `counts`: chance is a constant predictor's."""
-        loss = self.config.loss
+        """Per term (chance, floor) as sums over the items of `counts`: chance is that of always saying `prior`."""
+        loss, target, valid = self.config.loss, batch["choices"].long(), batch["valid"].bool()
         objective = Objective(torch.tensor(self.button_weights), loss.focal, loss.label_smoothing)
-        return losses.bounds(objective, self.prior, batch)
+        logits, out = torch.tensor(self.prior).expand(*target.shape[:-1], -1), {}
+        for head in HEADS:
+            chance = objective.losses(head, logits[..., head.logits], target[..., head.choices])[valid].double().sum()
+            out[head.name] = (chance.item(), int(valid.sum()) * objective.floor(head))
+        return out
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Logits (B, T, 8 or classes) by term, NaN in frames that are not valid."""

@@ -19,15 +19,7 @@ from matrixlib.play import match
 from matrixlib.play.game import Trace
 from matrixlib.play.search import Evaluate, SearchOptions
 from matrixlib.tasks.spec import Check, GameSpec, Overfit, TaskSpec
-from matrixlib.tasks.tictactoe.game import (
-    LAYOUT,
-    SQUARES,
-    UNKNOWN,
-    TicTacToe,
-    perfect_player,
-    solve,
-    training_batch,
-)
+from matrixlib.tasks.tictactoe.game import LAYOUT, SQUARES, UNKNOWN, TicTacToe, perfect_player, solve, training_batch
 
 FILL = -1e9  # logit of a taken square: finite, so that nothing times it is NaN
 PAD = -1  # policy index of a square that is no move
