@@ -112,24 +112,6 @@ def test_attack_sets_and_checks() -> None:
             assert int(sets[i, s]) == oriented.attacks_mask(s), (board.fen(), s)
 
 
-def test_en_passant_is_kept_only_where_legal() -> None:
-    start = chess.Board("4k3/3p4/8/K3P2r/8/8/8/8 b - - 0 1")  # after d7d5 e5xd6 would lay the king bare
-    rows = records.from_boards([start])
-    code = next(c for c in moves_of(rows)[0] if to_chess(int(c), chess.BLACK) == chess.Move.from_uci("d7d5"))
-    assert records.play(rows, np.array([code], np.uint16))["en_passant"][0] == -1
-    start.remove_piece_at(chess.H5)
-    rows = records.from_boards([start])
-    assert records.play(rows, np.array([code], np.uint16))["en_passant"][0] == 3
-    row = records.from_boards([chess.Board("8/8/8/1KPp3r/8/8/8/7k w - d6 0 50")])[0]
-    assert bitboard.legal_en_passant(row["pieces"][None], [3])[0] == -1
-
-
-def test_the_clock_stops_at_its_limit() -> None:
-    row = np.atleast_1d(records.from_boards([chess.Board("4k3/8/8/8/8/8/8/R3K3 w - - 255 300")])[0])
-    code = np.array([chess.A1 | chess.A2 << 6], np.uint16)
-    assert records.play(row, code)["halfmove"][0] == 255
-
-
 @pytest.mark.parametrize(
     "code", [chess.E4 | chess.E5 << 6, chess.A1 | chess.A2 << 6, chess.E2 | chess.E4 << 6 | 5 << 12]
 )

@@ -202,15 +202,6 @@ def test_damaged_tables_are_named_and_asked_no_more(tmp_path: Path) -> None:
             open_tables(folder)
 
 
-def test_the_search_takes_a_capture_into_a_won_table() -> None:
-    board = chess.Board("8/8/8/4k3/8/8/3p1R2/3K4 w - - 10 60")  # Rxd2 leaves king and rook against king
-    search = Search(ChessGame(Tables()), uniform)
-    search.reset(0, state(board))
-    result = search.run(50)[0]
-    assert (result.proven, result.value) == (True, 1.0)
-    assert board.is_capture(move_from_index(result.best, board))
-
-
 def test_written_games_are_read_back() -> None:
     board = chess.Board("4k3/P7/8/8/8/8/8/4K2R b K - 0 1")
     start, moves = state(board), []
@@ -267,8 +258,3 @@ def test_mates_in_one_at_200_simulations(shared: Path, look_ahead: bool) -> None
     mates = puzzles(shared, 1)[:100]
     assert len(mates) == 100
     assert solved(mates, 200, 1, look_ahead) >= (100 if look_ahead else 90)
-
-
-def test_some_mates_in_two(shared: Path) -> None:
-    mates = puzzles(shared, 3)[:10]
-    assert solved(mates, 20_000, 3, True) >= 9

@@ -92,15 +92,6 @@ def test_targets_are_averaged(tmp_path: Path) -> None:
     assert wdl == pytest.approx((judged + np.array([0, 0, 1])) / 2, abs=1e-4), "an evaluation, and a lost game's result"
 
 
-def test_results_that_agree_are_kept(tmp_path: Path) -> None:
-    add(tmp_path / "f", GAMES.replace("0-1", "1-0").replace("1/2-1/2", "*"))
-    deduplicate(tmp_path / "f", tmp_path / "out")
-    batch = stored(tmp_path / "out")
-    start = row_of(batch, chess.Board())
-    assert batch["records"]["result"][start] == 1
-    assert batch["records"]["wdl"][start].sum() == 0
-
-
 def test_mirror_images_are_one_and_their_moves_are_turned(tmp_path: Path) -> None:
     fens = ("4k3/8/8/8/8/8/P7/4K3 w - - 0 1", "3k4/8/8/8/8/8/7P/3K4 w - - 0 1", "4k3/p7/8/8/8/8/8/4K3 b - - 0 1")
     moves = ("Kd2", "Ke2", "Kd7")
@@ -229,8 +220,3 @@ def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch
     add(tmp_path / "f", "1. e4 *", "b.pgn")
     with pytest.raises(ValueError, match=r"was not made of what .* holds now"):
         deduplicate(tmp_path / "f", tmp_path / "out")
-
-
-def test_an_empty_folder_has_nothing_to_merge(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    assert deduplicate(tmp_path / "new", tmp_path / "out")["positions"] == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from readers import read_file, same
 
 from matrixlib.tasks.chess.importers import epd
-from matrixlib.tasks.chess.importers.epd import Epd, Labelled, operations_of
+from matrixlib.tasks.chess.importers.epd import Epd, Labelled
 from matrixlib.tasks.chess.importers.notation import Unusable
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
@@ -79,24 +79,6 @@ def test_counters_come_from_operations_or_from_a_fen(tmp_path):
     assert found["halfmove"].tolist() == [12, 12, 0]
     assert found["ply"].tolist() == [138, 138, 0]
     assert len(set(found["game"])) == 1
-
-
-@pytest.mark.parametrize(
-    "text, want",
-    [
-        ("bm Qd1+;", ({"bm": ["Qd1+"]}, False)),
-        ('bm a4 b4; id "x y"; c0 "";', ({"bm": ["a4", "b4"], "id": ["x y"], "c0": [""]}, False)),
-        ('bm Nxd4 id "position 02";', ({"bm": ["Nxd4"], "id": ["position 02"]}, True)),
-        ('id "bm; ce 3";;bm e4', ({"id": ["bm; ce 3"], "bm": ["e4"]}, False)),
-        ("", ({}, False)),
-    ],
-)
-def test_operations(text, want):
-    assert operations_of(text) == want
-
-
-def test_a_pawn_move_is_no_comment(tmp_path):
-    assert set(read_file(Epd(), write(tmp_path, f"{START} bm e4 c4;")).policy(0)) == {"e2e4", "c2c4"}
 
 
 def test_a_lost_semicolon_is_mended_and_said(tmp_path):
@@ -209,8 +191,3 @@ def test_without_an_engine_the_remedy_is_told(tmp_path):
     reader = Labelled(str(tmp_path / "no-such-stockfish"))
     with pytest.raises(EngineError, match="apt install stockfish"):
         list(reader.parts(fens(tmp_path, BACK_RANK)))
-
-
-def test_nothing_to_label_needs_no_engine_at_work(tmp_path, engine: Stockfish):
-    whole = read_file(Labelled(str(engine.path)), fens(tmp_path, *BAD_FENS, *LEFT_OUT_FENS))
-    assert (whole.entries, whole.stored) == (4, 0)

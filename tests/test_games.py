@@ -68,12 +68,6 @@ def test_labels_do_not_depend_on_colour_or_move_number(engine):
     assert len(raw) == 2 or "15" not in engine.name
 
 
-def test_the_board_is_left_alone(engine):
-    board = chess.Board("8/8/4k3/8/8/2KR4/8/8 w - - 7 90")
-    label(engine, board, 4, 5)
-    assert board.fen() == "8/8/4k3/8/8/2KR4/8/8 w - - 7 90"
-
-
 def test_the_share_of_labelled_positions():
     parameters = Parameters(keep=0.6, keep_first=0.1, keep_decided=0.2)
     scores = [0] * 50 + [9000] * 50

@@ -25,7 +25,7 @@ from matrixlib.runs.run import open_run
 from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.audit import sample
-from matrixlib.tasks.chess.importers.import_files import data_folder, import_files, import_listed
+from matrixlib.tasks.chess.importers.import_files import import_files, import_listed
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
 from matrixlib.tasks.chess.keys import held_out
 from matrixlib.tasks.chess.records import LAYOUT
@@ -364,14 +364,6 @@ def test_files_that_cannot_be_imported_are_named(tmp_path: Path, name: str, cont
     assert name in str(caught.value)
 
 
-def test_a_file_of_refused_games_leaves_a_log_and_no_shard(tmp_path: Path) -> None:
-    (tmp_path / "a.pgn").write_text("1. e4 e4 *\n\n1. d4 -- *\n")
-    report = run(tmp_path / "a.pgn", tmp_path / "f")
-    assert (report.stored, report.refused, report.skipped) == (0, {"illegal move": 1}, {"null move": 1})
-    assert quarantined(tmp_path / "f")[0][1].text == "1. e4 e4 *\n\n"
-    assert run(tmp_path / "a.pgn", tmp_path / "f").fresh_entries == 0
-
-
 # What comes out
 
 
@@ -446,12 +438,6 @@ def test_a_kind_is_named_for_files_whose_ending_says_nothing(listed: Path, tmp_p
             import_listed(str(odd), tmp_path / "f", kind="pgn", **options)
 
 
-def test_the_folder_of_the_data(reports: Path, tmp_path: Path) -> None:
-    assert data_folder(str(tmp_path), "") == tmp_path
-    assert data_folder("", "a.pgn") == reports / "data"
-    assert data_folder("", "").name.startswith("sample-")
-
-
 def test_a_folder_that_was_looked_at_or_imported_into_itself_is_imported(listed: Path, tmp_path: Path) -> None:
     """What a folder of shards holds of its own is no source."""
     with pytest.raises(ValueError, match="no healthy shard"):
@@ -461,13 +447,3 @@ def test_a_folder_that_was_looked_at_or_imported_into_itself_is_imported(listed:
     assert "1 stored, 1 in quarantine" in first
     Catalogue(tmp_path).quarantine(Catalogue(tmp_path).shards()[0].name, "dull")
     assert "nothing new" in import_listed(str(tmp_path), tmp_path, workers=1)
-
-
-def test_a_lock_that_a_link_leads_elsewhere_is_refused(listed: Path, tmp_path: Path) -> None:
-    victim, folder = tmp_path / "mine", tmp_path / "f"
-    victim.write_text("mine")
-    folder.mkdir()
-    (folder / LOCK).symlink_to(victim)
-    with pytest.raises(FolderError, match="lock"):
-        import_listed(str(listed), folder, workers=1)
-    assert victim.read_text() == "mine"

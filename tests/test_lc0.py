@@ -3,6 +3,7 @@
 import gzip
 import io
 import random
+import re
 import struct
 import tarfile
 from collections import Counter
@@ -334,18 +335,6 @@ BROKEN = broken()
 SAID = {"policy is not finite": "policy does not sum to 1", "a legal move is missing": "legal moves differ"}
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_record_that_cannot_be_used_is_refused(tmp_path, fault):
-    board = chess.Board()
-    good = pack([board], 1, {"e2e4": 1.0})
-    whole = read_file(Lc0(), write(tmp_path, good + BROKEN[fault] + good))
-    assert (whole.entries, whole.stored) == (3, 2)
-    assert [(item.entry, item.reason) for item in whole.refused] == [(1, SAID.get(fault, fault))]
-    if fault == "legal moves differ":
-        assert "e2e5" in whole.refused[0].detail
-        assert chess.Board(whole.refused[0].text).epd() == board.epd()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(["good", "deleted", *BROKEN]), min_size=1, max_size=8), st.integers(0, SIZE - 1))
 def test_every_record_is_accounted_for(tmp_path_factory, kinds, rest):
@@ -359,18 +348,10 @@ def test_every_record_is_accounted_for(tmp_path_factory, kinds, rest):
     want = {n: SAID.get(kind, kind) for n, kind in enumerate(kinds, 1) if kind in BROKEN}
     want |= {1 + len(kinds): "cut short"} if rest else {}
     assert {item.entry: item.reason for item in whole.refused} == want
-
-
-def test_random_bytes_in_a_record_never_stop_the_reader(tmp_path):
-    rng = np.random.default_rng(1)
-    good = np.frombuffer(pack([chess.Board()], 3, {"e2e4": 1.0}), np.uint8)
-    records = np.repeat(good[None], 200, axis=0)
-    for row in records[:150]:
-        row[rng.integers(8, SIZE, 40)] = rng.integers(0, 256, 40)
-    records[150:, 8:] = rng.integers(0, 256, (50, SIZE - 8))
-    whole = read_file(Lc0(), write(tmp_path, records.tobytes()))
-    assert whole.entries == 200
-    assert len(whole.refused) > 100
+    for item in whole.refused:
+        if item.reason == "legal moves differ":
+            assert re.search("in one list only: e2e[45]", item.detail)
+            assert chess.Board(item.text).epd() == chess.Board().epd()
 
 
 def test_a_file_that_is_cut_short_gives_what_is_whole(tmp_path):
@@ -404,10 +385,11 @@ def test_other_versions_are_named(tmp_path, version):
 def test_files_of_another_kind_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"training\.1\.gz holds no training data of Leela"):
         list(Lc0().parts(write(tmp_path, b"1. e4 e5 2. Nf3")))
-    path = tmp_path / "x.tar"
-    path.write_bytes(b"no archive" * 100)
-    with pytest.raises(ValueError, match=r"x\.tar is cut short or no \.tar file"):
-        list(Lc0().parts(path))
+    cut = tarred(tmp_path / "cut.tar", {"1.gz": gzip.compress(game(chess.STARTING_FEN, 30, 5, 1)[0], 0)})
+    for data in (b"no archive" * 100, cut.read_bytes()[:50_000]):
+        (tmp_path / "x.tar").write_bytes(data)
+        with pytest.raises(ValueError, match=r"x\.tar is cut short or no \.tar file"):
+            list(Lc0().parts(tmp_path / "x.tar"))
 
 
 def tarred(path: Path, members: dict[str, bytes]) -> Path:
@@ -437,14 +419,6 @@ def test_a_tar_holds_games(tmp_path):
     alone = read_file(Lc0(), write(tmp_path, one))
     assert alone.batch["records"]["game"][0] == ids[0]
     assert whole.parts == 5
-
-
-def test_a_tar_that_is_cut_short_is_named(tmp_path):
-    one, _, _ = game(chess.STARTING_FEN, 30, 5, 1)
-    path = tarred(tmp_path / "games.tar", {"1.gz": gzip.compress(one, 0)})
-    path.write_bytes(path.read_bytes()[:50_000])
-    with pytest.raises(ValueError, match=r"games\.tar is cut short"):
-        list(Lc0().parts(path))
 
 
 def test_more_than_a_game_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,13 +199,6 @@ def test_every_row_is_accounted_for(tmp_path_factory, faults):
     assert found == {row: fault for row, fault in enumerate(faults) if fault}
 
 
-def test_a_mask_that_is_not_the_legal_moves_is_refused(tmp_path):
-    arrays = arrays_of([PLAIN])
-    arrays["legal_mask"] = (arrays["pi"] > 0).astype(np.uint8)
-    arrays["legal_mask"][0, 0] = 1
-    assert read_file(Matrix0Data(), write(tmp_path, arrays)).reasons == {"legal moves differ": 1}
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -26,14 +26,6 @@ def test_records_are_those_of_boards():
         assert (records == want).all()
 
 
-def test_counters_are_optional():
-    records, faults = read_fens([START[:-4], START[:-2], START, START[:-1] + "7"], "epd")
-    assert faults == [""] * 4
-    assert records["ply"].tolist() == [0, 0, 0, 12]
-    big, _ = read_fens(["4k3/8/8/8/8/8/8/4K3 b - - 700 99999"], "epd")
-    assert (big["halfmove"][0], big["ply"][0]) == (255, 65535)
-
-
 @pytest.mark.parametrize(
     "fen, fault",
     [
@@ -97,13 +89,6 @@ def test_every_legal_move_is_found_and_no_other():
 def test_what_is_no_move_is_never_legal(uci):
     assert code_of(uci, 0) == NO_MOVE
     assert legal_of(from_boards([chess.Board()])).find([0], [NO_MOVE]).tolist() == [-1]
-
-
-def test_a_queen_promotes_only_where_it_is_said():
-    board = chess.Board("7k/P7/8/8/8/8/8/K7 w - - 0 1")
-    legal = legal_of(from_boards([board]))
-    assert legal.find([0, 0], [code_of("a7a8q", 0), code_of("a7a8", 0)]).min() == -1
-    assert legal.find([0], [code_of("a7a8q", 0)])[0] >= 0
 
 
 def test_castling_as_king_takes_rook():

@@ -20,7 +20,7 @@ from matrixlib.data.shards import check
 from matrixlib.tasks.chess.importers import notation as notations
 from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
-from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
+from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score
@@ -90,22 +90,6 @@ def test_real_games_as_python_chess_reads_them(shared: Path, name: str, count: i
     assert result.entries == count
     assert result.skipped == ({"no moves": count - len(games)} if len(games) < count else {})
     assert_like_python_chess(result, games)
-
-
-def test_contradicted_results_of_real_games_are_repaired(shared: Path) -> None:
-    text = (shared / "games" / "engine_matches.pgn").read_bytes()
-    assert read(text).refused[0].detail == "1-0 is said, the board shows 0-1: mate"
-    repaired = read(text, repair=True)
-    assert repaired.stored == 125
-    assert repaired.warned == {CONTRADICTED + ": taken from the board": 83}
-    records = repaired.batch["records"]
-    ends = np.cumsum(repaired.rows) - 1
-    for game, end in zip(parsed(text.decode()), ends, strict=True):
-        outcome = game.end().board().outcome()
-        if outcome:
-            side = records["side"][end]
-            white = {True: 1, False: -1, None: 0}[outcome.winner]
-            assert records["result"][end] == (-white if side else white)
 
 
 def test_parts_are_the_same_games_whatever_the_compression(shared: Path, tmp_path: Path) -> None:
@@ -303,18 +287,6 @@ def test_evaluations_become_win_draw_loss_of_the_position_after_the_move() -> No
     assert wdl[2].tolist() == [0, 0, 65535]
 
 
-def test_an_evaluation_is_found_wherever_it_stands_in_the_comment() -> None:
-    lines = (
-        "{[%clk 0:01:00][%eval 1.0,20]}",
-        "{good [x] [%csl Ga4] [%eval 1.00] (better) }",
-        "; 1. d4\n{ [%eval +1] }",
-    )
-    for comment in lines:
-        wdl = read(f"1. e4 e5 {comment} 2. d4 *\n").batch["records"]["wdl"].astype(int)
-        assert wdl.sum(axis=1).tolist() == [0, 0, 65535]
-        assert abs(wdl[2, 0] - 32768) < 100
-
-
 # Traps of the format
 
 
@@ -437,20 +409,6 @@ def test_faulty_games_are_refused_and_the_rest_is_stored(text: str, reason: str,
     assert (entry.entry, entry.reason) == (1, reason)
     assert detail in entry.detail
     assert entry.text == f'[Event "b"]\n{text}\n'
-
-
-@pytest.mark.parametrize(
-    ("word", "code"),
-    [
-        *((word, NOTHING) for word in ("12.", "12", "...", "$5", "!?", "+/-", "e.p.", "N")),
-        *((word, NULL_MOVE) for word in ("--", "Z0", "0000", "12.--")),
-        *((word, FOREIGN) for word in ("e9", "Sf3", "e4x", "mate", "Kd4=Q5")),
-        *(("exf6ep!", meaning(b"exf6")), ("e8Q+", meaning(b"e8=Q")), ("b8b", meaning(b"b8=B"))),
-        *(("Pe4", meaning(b"e4")), ("o-o", meaning(b"O-O")), ("0-0-0+!", meaning(b"O-O-O"))),
-    ],
-)
-def test_words(word: str, code: int) -> None:
-    assert meaning(word.encode()) == code
 
 
 def test_the_id_of_a_game_follows_from_its_start_and_its_moves_alone() -> None:

@@ -42,39 +42,6 @@ def oriented(board: chess.Board, repetition: int) -> np.ndarray:
     return x
 
 
-def matrix0(board: chess.Board) -> np.ndarray:
-    """(19, 8, 8) of the absolute board, row 0 = rank 8."""
-    x = np.zeros((19, 8, 8), np.float32)
-    for square, piece in board.piece_map().items():
-        plane = piece.piece_type - 1 + (0 if piece.color else 6)
-        x[plane, 7 - chess.square_rank(square), chess.square_file(square)] = 1
-    x[12] = board.turn
-    x[13] = board.has_kingside_castling_rights(chess.WHITE)
-    x[14] = board.has_queenside_castling_rights(chess.WHITE)
-    x[15] = board.has_kingside_castling_rights(chess.BLACK)
-    x[16] = board.has_queenside_castling_rights(chess.BLACK)
-    x[17] = np.float32(min(board.halfmove_clock, 99)) / np.float32(99)
-    x[18] = np.float32(min(board.fullmove_number, 199)) / np.float32(199)
-    return x
-
-
-def matrix0_index(move: chess.Move, turn: chess.Color) -> int:
-    """Matrix0's index of a move, on the absolute board, as its encoder defines it."""
-    df = chess.square_file(move.to_square) - chess.square_file(move.from_square)
-    dr = chess.square_rank(move.to_square) - chess.square_rank(move.from_square)
-    knight = [(-2, -1), (-2, 1), (-1, -2), (-1, 2), (1, -2), (1, 2), (2, -1), (2, 1)]  # (drank, dfile)
-    if (dr, df) in knight:
-        plane = 56 + knight.index((dr, df))
-    elif move.promotion and move.promotion != chess.QUEEN:
-        direction = 0 if df == 0 else 1 if df == (-1 if turn else 1) else 2
-        plane = 64 + (move.promotion - 2) * 3 + direction
-    else:
-        rays = [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)]
-        steps = max(abs(df), abs(dr))
-        plane = rays.index((dr // steps, df // steps)) * 7 + steps - 1
-    return move.from_square * 73 + plane
-
-
 def test_oriented_planes() -> None:
     some = boards()
     repetition = [i % 3 for i in range(len(some))]
@@ -83,15 +50,6 @@ def test_oriented_planes() -> None:
     assert x.dtype == torch.float32
     for i, board in enumerate(some):
         assert np.array_equal(x[i].numpy(), oriented(board, repetition[i])), board.fen()
-
-
-def test_matrix0_planes() -> None:
-    some = boards()
-    x = planes.planes(packed(records.from_boards(some)), "matrix0")
-    assert x.shape == (len(some), planes.PLANES, 8, 8)
-    assert x.dtype == torch.float32
-    for i, board in enumerate(some):
-        assert np.array_equal(x[i].numpy(), matrix0(board)), board.fen()
 
 
 def test_matrix0_parity(shared: Path) -> None:
@@ -117,12 +75,6 @@ def test_move_maps() -> None:
         for side in range(2):
             assert torch.equal(table[side].sort().values, torch.arange(4672))
     assert torch.equal(planes.move_map("oriented")[1], torch.arange(4672))
-    table = planes.move_map("matrix0")
-    for board in boards():
-        for move in board.legal_moves:
-            index = records.policy_index(move, board.turn)
-            expected = matrix0_index(move, board.turn)
-            assert table[int(not board.turn), index] == expected, (board.fen(), move.uci())
 
 
 @pytest.mark.parametrize("encoding", planes.ENCODINGS)
@@ -147,14 +99,6 @@ def test_long_games_and_clocks_are_clipped_as_matrix0_does() -> None:
     assert x[:, 17].unique().tolist() == [1]
     assert x[:, 18].unique().tolist() == [1]  # ply 65535 is -1 as int16
     assert planes.planes(packed(rows), "oriented")[0, 18].unique().item() == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize("encoding", ["", "Oriented"])
-def test_unknown_encodings_are_refused(encoding: str) -> None:
-    with pytest.raises(ValueError, match="oriented, matrix0"):
-        planes.planes(packed(records.from_boards([chess.Board()])), encoding)
-    with pytest.raises(ValueError, match="oriented, matrix0"):
-        planes.move_map(encoding)
 
 
 @pytest.mark.parametrize("encoding", planes.ENCODINGS)

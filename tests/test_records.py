@@ -64,15 +64,6 @@ def test_the_layout_of_a_known_position() -> None:
     assert half["castling"] == 1 | 8  # Black's own king's side, White's queen's side
 
 
-def test_fields_are_set_and_unknown_ones_refused() -> None:
-    rows = records.from_boards([chess.Board()] * 2, result=[1, -1], wdl=[(65535, 0, 0), (0, 0, 65535)], game=2**63)
-    assert rows["result"].tolist() == [1, -1]
-    assert rows["wdl"].sum(1).tolist() == [records.WDL_SUM] * 2
-    assert rows["game"].tolist() == [2**63] * 2
-    with pytest.raises(ValueError, match="score"):
-        records.from_boards([chess.Board()], score=1)[0]
-
-
 def test_repetitions_are_counted_from_the_move_stack() -> None:
     board, repetitions = chess.Board(), []
     for _ in range(3):
@@ -107,15 +98,6 @@ def test_en_passant_is_stored_only_where_the_capture_is_legal() -> None:
 def test_bad_fens_are_named(fen: str) -> None:
     with pytest.raises(ValueError, match=fen):
         records.parse_fen(fen)
-
-
-@pytest.mark.parametrize(
-    "placement", ["8/8/8/8/8/8/8/K7", "k7/8/8/8/8/8/8/K6K", "k6P/8/8/8/8/8/8/K7", "k6R/8/8/8/8/8/8/K7"]
-)
-def test_unplayable_boards_are_named(placement: str) -> None:
-    for board in (chess.Board(f"{placement} w - - 0 1"), chess.Board(f"{placement} w - - 0 1").mirror()):
-        with pytest.raises(ValueError, match=board.board_fen()):
-            records.from_boards([chess.Board(), board])
 
 
 def test_chess960_castling_is_refused() -> None:

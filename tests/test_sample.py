@@ -24,8 +24,7 @@ from test_stockfish import GREETING, fake_engine
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.files import FolderError
-from matrixlib.tasks.chess.keys import keys_of
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_boards, policy_index, to_board
+from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.stockfish import labels, sample
 from matrixlib.tasks.chess.stockfish.client import EngineError
 from matrixlib.tasks.chess.stockfish.labels import Label, weights_of
@@ -263,20 +262,6 @@ def test_no_position_twice_and_no_game_in_both_splits(work, packed):
     assert set(ids) == {"train", "validation"}
     assert not ids["train"] & ids["validation"]
     assert len(names) < sum(len(game["positions"]) for game in read_games(work)), "the repeated games were found"
-
-
-def test_mirror_images_are_duplicates_unless_castling_is_possible():
-    def key(fen: str) -> bytes:
-        return keys_of(np.array([from_boards([chess.Board(fen)])[0]], RECORD))[0]
-
-    plain = "6k1/5ppp/8/3pP3/8/8/5PPP/6K1 w - d6 0 30"
-    board = chess.Board(plain)
-    assert key(board.mirror().fen()) == key(plain)
-    assert key(board.transform(chess.flip_horizontal).fen()) == key(plain)
-    assert key(plain.replace(" d6 ", " - ")) != key(plain)
-    castling = "4k3/8/8/8/8/8/8/4K2R w K - 0 30"
-    assert key(castling) != key(castling.replace(" K ", " - "))
-    assert key(castling) != key(chess.Board(castling).transform(chess.flip_horizontal).fen())
 
 
 def test_packing_again_gives_the_same_bytes_and_never_into_a_folder_with_shards(work, packed, tmp_path):

@@ -21,14 +21,6 @@ def test_rows_are_whole_and_symmetric(values):
     assert (np.abs(ours.astype(int) - theirs[:, ::-1]) <= 2).all()
 
 
-@given(SCORES, SCORES)
-def test_a_better_score_is_never_worth_less(a, b):
-    win_a, _, loss_a = wdl_of_score(min(a, b))[0].astype(int)
-    win_b, _, loss_b = wdl_of_score(max(a, b))[0].astype(int)
-    assert win_a <= win_b
-    assert loss_a >= loss_b
-
-
 def test_mates_are_certain():
     won, lost, mated = score_of("mate", 12), score_of("mate", -1), score_of("mate", 0)
     assert wdl_of_score([won, lost, mated, MATE]).tolist() == [

@@ -62,13 +62,6 @@ def test_pins_fire_for_both_sides(turn: str) -> None:
     assert squares(fen, "pin") == {"e2", "f7"}
 
 
-def test_neither_empty_squares_nor_two_blockers_are_pins() -> None:
-    """Board.is_pinned is true for empty squares of a checking ray too; the target is not."""
-    assert squares("4r1k1/8/8/8/8/8/8/4K3 w - - 0 1", "pin") == set()
-    assert squares("4r1k1/8/8/4N3/8/8/4B3/4K3 w - - 0 1", "pin") == set()
-    assert squares("4r1k1/8/8/4n3/8/8/8/4K3 w - - 0 1", "pin") == set()
-
-
 @pytest.mark.parametrize(
     "fen, expected",
     [
