@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from cells import run_notebook
 from chess_shards import BARE, QUEEN_UP, batch_of, game, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from matrixlib.data import imports
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.importers.audit import FAR, distances, faults, figures, row_entropy, sample
+from matrixlib.tasks.chess.importers.audit import FAR, columns, distances, faults, figures, sample
 from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.records import LAYOUT, to_board
@@ -125,16 +123,13 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert bare["best"].tolist() == [""]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 65535), max_size=6), min_size=1, max_size=20))
-def test_entropy_of_rows(rows: list[list[int]]) -> None:
-    offset = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    entropy, weighted = row_entropy(np.array([w for row in rows for w in row], np.uint16), offset)
-    for row, got, has in zip(rows, entropy, weighted, strict=True):
-        p = np.array([w for w in row if w], float)
-        assert has == (len(p) > 0)
-        p = p / p.sum() if len(p) else p
-        assert got == pytest.approx(-(p * np.log(p)).sum(), abs=1e-9)
+def test_entropy_of_policies() -> None:
+    batch = batch_of(FENS * 50)
+    rng, weight = np.random.default_rng(0), batch["policy_weight"]
+    weight[:] = rng.integers(0, 65536, len(weight)) * (rng.random(len(weight)) < 0.2)
+    for row, entropy in zip(np.split(weight, batch["policy_offset"][1:-1]), columns(batch)["entropy"], strict=True):
+        p = row[row > 0] / row.sum()
+        assert entropy == pytest.approx(-(p * np.log(p)).sum() if len(p) else np.nan, abs=1e-9, nan_ok=True)
 
 
 def test_keys_are_those_of_mirror_images_too(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from readers import read_file, same
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.epd import Epd, Labelled
 from matrixlib.tasks.chess.importers.notation import Unusable
-from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
+from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -"
 TWO_ROOKS = "4k3/8/8/8/8/8/8/R4R1K w - -"

@@ -17,7 +17,7 @@ from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import lichess
 from matrixlib.tasks.chess.importers.lichess import Evaluations, Puzzles
 from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 HEADER = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags"
 PUZZLES = (

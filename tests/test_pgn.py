@@ -23,7 +23,7 @@ from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, policy_index
-from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")
 FOOLS = "1. f3 e5 2. g4 Qh4# 0-1"

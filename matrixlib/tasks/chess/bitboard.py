@@ -674,23 +674,20 @@ def in_check(pieces: U8) -> NDArray[np.bool_]:
     return out
 
 
-@_batched()
-def attack_sets(pieces: U8) -> U64:
-    """(N, 64) uint64: the squares that the piece on each square attacks (0 where empty), pins ignored."""
-    out, bb = np.zeros((pieces.shape[0], 64), np.uint64), np.empty(13, np.uint64)
+@kernel
+def _mates(pieces: U8, castling: U8, file: I8, indices: I32, offsets: I64) -> NDArray[np.bool_]:
+    out = np.zeros(indices.shape[0], np.bool_)
+    bb, after, replies = np.empty(13, np.uint64), np.empty(13, np.uint64), np.empty(POLICY_SIZE, np.uint16)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
-        occupied = _occupied(bb, 0) | _occupied(bb, 1)
-        for j in range(12):
-            rest = bb[j]
-            while rest != _ZERO:
-                s = _ctz(rest)
-                origin = rest & (_ZERO - rest)
-                rest ^= origin
-                if j % 6 == PAWN:
-                    out[i, s] = _pawn_west(origin, j == 0) | _pawn_east(origin, j == 0)
-                else:
-                    out[i, s] = _piece_attacks(j % 6, s, occupied)
+        for k in range(offsets[i], offsets[i + 1]):
+            move = np.int64(POLICY_MOVE[indices[k]])
+            if move >> 12 == 0 and move >> 6 >= 56 and bb[PAWN] & _bit(move & 63) != _ZERO:
+                move |= 4 << 12
+            c, f, _ = _make(bb, np.int64(castling[i]), np.int64(file[i]), 0, move, after)
+            occupied = _occupied(after, 0) | _occupied(after, 1)
+            check = _attackers(after, _ctz(after[KING]), occupied, 1) != _ZERO
+            out[k] = check and _legal(after, c, f, replies) == 0
     return out
 
 
@@ -832,6 +829,14 @@ def make_moves(
         move = int(np.asarray(moves)[bad])
         raise ValueError(f"move {move} of row {bad} can't be played there: take it from legal_moves")
     return tuple(after)  # type: ignore[return-value]
+
+
+def mates(
+    pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike, indices: ArrayLike, offsets: ArrayLike
+) -> NDArray[np.bool_]:
+    """Which of legal moves, policy indices (K,) of N positions cut by offsets (N + 1,), mate."""
+    moves, bounds = np.require(indices, np.int32, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])
+    return _mates(*[*_arguments(pieces, (castling, np.uint8), (en_passant, np.int8)), moves, bounds])
 
 
 class Replay(NamedTuple):

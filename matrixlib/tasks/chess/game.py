@@ -25,18 +25,6 @@ from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, legal_in
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
 
-def _bit(square: Any) -> Any:
-    return np.uint64(1) << np.asarray(square).astype(np.uint64)
-
-
-def _touch_table() -> NDArray[np.uint64]:
-    code = bitboard.POLICY_MOVE.astype(np.int64)
-    return np.where(code == bitboard.NO_MOVE, np.uint64(0), _bit(code & 63) | _bit(code >> 6 & 63))
-
-
-_TOUCHES = _touch_table()  # (4672,) the two squares of a move
-
-
 def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
     """The Syzygy tables of a folder. ValueError if it has none."""
     tables = chess.syzygy.Tablebase()
@@ -105,15 +93,7 @@ class ChessGame:
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
         """1 for each move (K,) that mates, else NaN: draws are recognised when the move is tried."""
         ends = np.full(len(moves), np.nan, np.float32)
-        owner = np.repeat(np.arange(len(states)), np.diff(offsets))
-        near = np.flatnonzero(_TOUCHES[moves] & _checking_squares(states)[owner])
-        rows = states[owner[near]]
-        pieces, castling, file, _ = bitboard.make_moves(
-            rows["pieces"], rows["castling"], rows["en_passant"], rows["halfmove"], move_codes(rows, moves[near])
-        )
-        checks = np.flatnonzero(bitboard.in_check(pieces))
-        *_, replies = bitboard.legal_moves(pieces[checks], castling[checks], file[checks])
-        ends[near[checks[np.diff(replies) == 0]]] = 1
+        ends[bitboard.mates(states["pieces"], states["castling"], states["en_passant"], moves, offsets)] = 1
         return ends
 
     def proven(self, states: States) -> Values:
@@ -203,20 +183,3 @@ def dead(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:
     bishops = boards[:, 2] | boards[:, 8]
     one_colour = ((bishops & _DARK) == 0) | ((bishops & ~_DARK) == 0)
     return ~mighty & np.where(knights == 0, one_colour, (knights == 1) & (bishops == 0))
-
-
-def _checking_squares(states: States) -> NDArray[np.uint64]:
-    """(N,) a move that gives check leaves or enters one of these squares.
-
-    They are those that a queen or a knight in place of the opponent's king attacks (a check that is discovered
-    starts from the first of them on its line), the king's square where castling is possible, and the square of
-    an en-passant capture.
-    """
-    pieces = states["pieces"].copy()
-    rows = np.arange(len(pieces))
-    king = np.bitwise_count(bitboard.bitboards(pieces)[:, 11] - np.uint64(1)).astype(np.int64)
-    pieces[rows, king >> 1] ^= (1 << 4 * (king & 1)).astype(np.uint8)  # 11, their king, to 10, their queen
-    squares = bitboard.attack_sets(pieces)[rows, king] | bitboard.KNIGHT_ATTACKS[king]
-    squares |= np.where(states["castling"] & 3, _bit(4), np.uint64(0))
-    file = states["en_passant"].astype(np.int64)
-    return squares | np.where(file >= 0, _bit(40 + file), np.uint64(0))

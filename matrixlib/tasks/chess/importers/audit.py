@@ -71,27 +71,33 @@ def unlike_legal(batch: Batch) -> NDArray[np.bool_]:
 def columns(batch: Batch) -> dict[str, NDArray[Any]]:
     """Figures (n,) of each position, nan where unknown.
 
-    men: pieces on the board. value: expected points by win-draw-loss, -1 to 1. result: points of the side to move;
-    white: White's.
+    men: pieces on the board. moves: legal ones. value: expected points by win-draw-loss, -1 to 1. result: points of the
+    side to move; white: White's. entropy: of the policy, nats.
     """
-    records = batch["records"]
+    records, offset = batch["records"], batch["policy_offset"]
     wdl = records["wdl"].astype(np.float64) / WDL_SUM
     result = np.where(records["result"] == UNKNOWN, np.nan, records["result"])
     pieces = records["pieces"]
+    some = np.flatnonzero(batch["policy_weight"])  # few, where only one move was played
+    row, weight = np.searchsorted(offset, some, side="right") - 1, batch["policy_weight"][some].astype(np.float64)
+    total, own = (np.bincount(row, amount, len(records)) for amount in (weight, weight * np.log(weight)))
+    safe = np.where(total > 0, total, 1)
     return {
         "ply": records["ply"].astype(np.int64),
         "men": (pieces & 15 != bitboard.EMPTY).sum(1) + (pieces >> 4 != bitboard.EMPTY).sum(1),
+        "moves": np.diff(offset),
         "value": np.where(wdl.sum(1) > 0, wdl[:, 0] - wdl[:, 2], np.nan),
         "result": result,
         "white": np.where(records["side"] == 1, 0 - result, result),
+        "entropy": np.where(total > 0, np.maximum(np.log(safe) - own / safe, 0), np.nan),
     }
 
 
 # Shards
 
 
-def figures(batch: Batch) -> dict[str, float | int]:
-    """The quality figures of a shard.
+def figures(batch: Batch) -> dict[str, float]:
+    """The quality figures of a shard, without those that its positions do not tell.
 
     duplicates: records whose position came before. policy: moves of a record; policy_weight: entropy in nats of those
     that have weight, share of those without. men: pieces on the board. ply: half moves since the start. black: share
@@ -99,40 +105,23 @@ def figures(batch: Batch) -> dict[str, float | int]:
     white: White's mean points (-1 to 1). value: mean expected points by win-draw-loss; value_gap: mean distance from
     the result, where both are known (0 to 2).
     """
-    points = columns(batch)
-    value, result = points["value"], points["result"]
-    known, valued = ~np.isnan(result), ~np.isnan(value)
-    out = {"men": points["men"].mean(), "ply": points["ply"].mean(), "black": batch["records"]["side"].mean()}
-    out |= {"known_result": known.mean(), "known_wdl": valued.mean()}
-    if known.any():
-        out |= {name: (result[known] == third).mean() for name, third in (("win", 1), ("draw", 0), ("loss", -1))}
-        out["white"] = points["white"][known].mean()
-    if valued.any():
-        out["value"] = value[valued].mean()
-    if (known & valued).any():
-        out["value_gap"] = np.abs(value - result)[known & valued].mean()
-    length = np.diff(batch["policy_offset"])
-    entropy, weighted = row_entropy(batch["policy_weight"], batch["policy_offset"])
-    spread = entropy[weighted] if weighted.any() else np.zeros(1)
-    out |= {"policy_mean": length.mean(), "policy_weight_zero": 1 - weighted.mean()}
-    out |= {"policy_weight_entropy_mean": spread.mean(), "policy_weight_entropy_std": spread.std()}
-    counts = {"records": len(length), "duplicates": len(length) - len(np.unique(hashes_of(batch["records"])))}
-    counts |= {"policy_min": int(length.min()), "policy_max": int(length.max())}
-    return counts | {name: float(number) for name, number in out.items()}
-
-
-def row_entropy(weights: NDArray[Any], offset: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(entropy (n,) in nats, has weight (n,)) of the rows of `weights` (K,) cut by `offset` (n+1,).
-
-    Each row is divided by its sum W: H = ln W - (1/W) sum w ln w, and 0 for a row without weight.
-    """
-    some, count = np.flatnonzero(weights), len(offset) - 1  # few, where only one move was played
-    row = np.searchsorted(offset, some, side="right") - 1
-    value = np.asarray(weights[some], np.float64)
-    total, own = np.bincount(row, value, count), np.bincount(row, value * np.log(value), count)
-    has_weight = total > 0
-    safe = np.where(has_weight, total, 1.0)
-    return np.where(has_weight, np.maximum(np.log(safe) - own / safe, 0.0), 0.0), has_weight
+    points = DataFrame(columns(batch))
+    known, entropy = points["result"].dropna(), points["entropy"]
+    numbers = {
+        **points[["men", "ply", "white", "value"]].mean(),
+        "records": len(points),
+        "duplicates": len(points) - len(np.unique(hashes_of(batch["records"]))),
+        "policy_mean": points["moves"].mean(),
+        "policy_weight_entropy_mean": entropy.mean(),
+        "policy_weight_entropy_std": entropy.std(ddof=0),
+        "policy_weight_zero": entropy.isna().mean(),
+        "black": batch["records"]["side"].mean(),
+        "known_result": len(known) / len(points),
+        "known_wdl": points["value"].notna().mean(),
+        **{name: (known == third).mean() for name, third in (("win", 1), ("draw", 0), ("loss", -1))},
+        "value_gap": (points["value"] - points["result"]).abs().mean(),
+    }
+    return {name: float(number) for name, number in numbers.items() if not np.isnan(number)}
 
 
 def distances(rows: Iterable[ShardRow]) -> DataFrame:
@@ -218,12 +207,12 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
     """Records of a shard, as `sample` lists them."""
     offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
     boards = [to_board(record) for record in batch["records"]]
-    entropy, weighted = row_entropy(weight, offset)
+    found = columns(batch)
     fault = np.full(len(boards), "", object)
     for name, mask in faults(batch).items():
         fault[mask] = name
     best, share = np.full(len(boards), "", object), np.full(len(boards), np.nan)
-    for item in np.flatnonzero(weighted & (fault == "")):
+    for item in np.flatnonzero(~np.isnan(found["entropy"]) & (fault == "")):
         own = weight[offset[item] : offset[item + 1]]
         best[item] = move_from_index(int(index[offset[item] + own.argmax()]), boards[item]).uci()
         share[item] = own.max() / own.sum()
@@ -232,9 +221,7 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
         "fen": [board.fen() for board in boards],
         "best": best,
         "weight": share,
-        **columns(batch),
-        "moves": np.diff(offset),
-        "entropy": np.where(weighted, entropy, np.nan),
+        **found,
         "key": hashes_of(batch["records"], mirrored=True),
         "fault": fault,
     }

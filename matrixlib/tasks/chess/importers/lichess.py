@@ -8,7 +8,7 @@ A line of evaluations is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate"
 "knodes": n, "depth": n}, ...]}, with what Stockfish said in browsers. Scores are White's, whoever is to move, which the
 order of the variations shows; castling is written as king takes rook (e1h1). Of several evaluations the deepest counts.
 The policy is the softmax that stockfish/labels.py makes of scores, over the first moves of its variations: what
-Stockfish has not listed has no weight. Win-draw-loss is that of the best score (scores.py). There are no games, so
+Stockfish has not listed has no weight. Win-draw-loss is that of the best score. There are no games, so
 equal positions stand in for them in the split.
 """
 
@@ -27,9 +27,8 @@ from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
-from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import MATE, score_of
-from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, weights_of
+from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, wdl_of_score, weights_of
 
 PART = 1 << 18  # bytes, about 1,500 puzzles or 350 evaluations
 GAME = re.compile(r"lichess\.org/(\w{8})")

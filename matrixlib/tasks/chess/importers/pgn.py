@@ -34,8 +34,8 @@ from matrixlib.tasks.chess.importers.notation import (
 )
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
-from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
+from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 GAMES = 500  # in a part
 PART_BYTES = 4_000_000  # ... or this much text, where games are long

@@ -34,7 +34,7 @@ from matrixlib.tasks.chess.importers.notation import Legal, blank, classes_of, l
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, Records, absolute_index, playable, to_board
-from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
+from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares, whole_shares
 
 TOLERANCE = 0.01  # of the policy's sum, of the bounds of a value, of planes that hold 0 or 1
 Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a file, with the reason
