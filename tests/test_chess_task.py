@@ -23,6 +23,7 @@ from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import plain_rows
 from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.planes import planes
+from matrixlib.tasks.chess.spec import TASK
 from matrixlib.tasks.chess.ssl_targets import target as ssl_target
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -145,7 +146,7 @@ def test_only_rows_without_castling_rights_are_mirrored_and_the_target_follows()
             twin = chess.Move(move.from_square ^ 7, move.to_square ^ 7, move.promotion)
             place = prepared["policy_index"][row] == records.policy_index(twin, after.turn)
             assert prepared["policy_weight"][row][place].tolist() == [weight]
-    assert not task(data={"mirror": True}).illegal_mass(prepared).any()
+    assert TASK.label_problems(task(), prepared) == []
 
 
 def test_hidden_squares_have_their_shares(rows: Rows) -> None:
@@ -317,15 +318,13 @@ def test_a_network_that_is_asked_for_all_moves_says_the_same(rows: Rows, encodin
 
 
 def test_illegal_target_mass_is_found(rows: Rows) -> None:
-    chess_task = task(ssl=[])
-    batch = chess_task.prepare_plain(rows, rng())
-    assert not chess_task.illegal_mass(batch).any()
-    legal = set(batch["policy_index"][3].tolist())
+    batch = task(ssl=[]).prepare_plain(rows, rng())
+    assert TASK.label_problems(task(), batch) == []
     place = int(batch["policy_weight"][3].argmax())
-    batch["policy_index"][3, place] = next(index for index in range(4672) if index not in legal)
-    mass = chess_task.illegal_mass(batch)
-    assert mass[3] == pytest.approx(batch["policy_weight"][3, place])
-    assert np.count_nonzero(mass) == 1
+    batch["policy_index"][3, place] = next(index for index in range(4672) if index not in batch["policy_index"][3])
+    (problem,) = TASK.label_problems(task(), batch)
+    share = batch["policy_weight"][3, place]
+    assert problem.startswith(f"1 of 96 positions have target mass on illegal moves (up to {share:.1%})")
 
 
 def test_the_same_seed_builds_the_same_network_and_disturbs_no_stream() -> None:

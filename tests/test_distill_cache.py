@@ -24,9 +24,8 @@ from matrixlib.engine.task import Batch
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.distill import cache
 from matrixlib.tasks.chess.distill import losses as soft
-from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+from matrixlib.tasks.chess.distill.teacher import ChessTeacher, sidecars
 from matrixlib.tasks.chess.task import ChessTask
 
 
@@ -61,7 +60,7 @@ TASK = ChessTask(load_config("demo", STUDENT))  # type: ignore[arg-type]
 
 
 def make(folder: Path, teacher: ChessTeacher, split: str | None = None) -> dict[str, Path]:
-    return dict(cache.sidecars(teacher, TASK, folder, Catalogue(folder).shards(split)).paths)
+    return dict(sidecars(teacher, TASK, folder, Catalogue(folder).shards(split)).paths)
 
 
 def stored_records(path: Path) -> np.ndarray:

@@ -25,7 +25,7 @@ from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.lc0 import network, weights
 from matrixlib.tasks.chess.lc0.moves import move_name
-from matrixlib.tasks.chess.model import forward_flops
+from matrixlib.tasks.chess.model import flops
 from matrixlib.tasks.chess.records import before, from_boards, past_of
 from matrixlib.tasks.chess.task import packed_state
 from matrixlib.tasks.chess.uci.engine import Engine
@@ -114,7 +114,7 @@ def test_every_residual_form_is_read(tmp_path: Path, network_format: int) -> Non
     tower = products * 9 * (112 * filters + 2 * filters**2) + 2 * 3 * filters * units * (network_format in (2, 4))
     value = products * filters * 2 + 2 * 5 * (128 + (1 if classical else 3))
     policy = products * (filters * 2 + 2 * 1858) if classical else products * 9 * (filters**2 + 80 * filters)
-    assert forward_flops(net.model, net.task.input_planes) == tower + value + policy, "of this network, not of ours"
+    assert flops(net.model, net.task.input_planes) == tower + value + policy, "of this network, not of ours"
 
 
 def lc0_name(board: chess.Board, move: chess.Move) -> str:

@@ -15,9 +15,9 @@ from matrixlib.config import dump, merge
 from matrixlib.engine.compiler import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
-from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig, PolicyHeadConfig
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.losses import PAD, legal_logits
-from matrixlib.tasks.chess.model import AUXILIARY_CHANNELS, MOVES, PLANES, PolicyValueNet, forward_flops, training_flops
+from matrixlib.tasks.chess.model import AUXILIARY_CHANNELS, MOVES, PLANES, PolicyValueNet, flops, training_flops
 
 C, BLOCKS, HIDDEN = 32, 3, 24
 BASE = merge(
@@ -47,20 +47,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
         {"block": "bottleneck", "bottleneck": 2},
         BLOCKS * (2 * C * 16 + 9 * 16 * 16 + 2 * (C + 16 + 16) - 2 * 9 * C * C - 4 * C),
     ),
-    "bottleneck post-activation": (
-        {"block": "bottleneck", "bottleneck": 2, "preact": False},
-        BLOCKS * (2 * C * 16 + 9 * 16 * 16 + 2 * (16 + 16 + C) - 2 * 9 * C * C - 4 * C),
-    ),
-    "relu": ({"activation": "relu"}, 0),
-    "gelu": ({"activation": "gelu"}, 0),
     "mish": ({"activation": "mish"}, 0),
     "batch norm": ({"norm": {"blocks": "batch", "stem_heads": "batch"}}, 0),
     "squeeze-excite": ({"se_ratio": 0.25}, BLOCKS * (2 * C * S + S + C)),
     "droppath and dropout": ({"droppath": 0.3, "dropout": 0.2, "attention": ATTENTION}, ATTENDED + 4 * 64 * 64),
     "chess features": ({"chess_features": True}, 64 * C + C * C + 9 * C * C + 4 * C),
     "attention": ({"attention": ATTENTION}, ATTENDED + 4 * 64 * 64),
-    "attention every block": ({"attention": ATTENTION | {"every": 1}}, BLOCKS * (ATTENDED + 4 * 64 * 64)),
-    "attention without bias": ({"attention": ATTENTION | {"bias": False}}, ATTENDED),
     "masked attention": ({"attention": ATTENTION | {"mask": True}}, ATTENDED + 4 * 64 * 64),
     "masked attention without bias": ({"attention": ATTENTION | {"mask": True, "bias": False}}, ATTENDED),
     "blended attention": ({"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.3}}, ATTENDED + 4 * 64 * 64),
@@ -170,9 +162,8 @@ def test_a_width_that_groups_do_not_divide_is_explained() -> None:
 
 def test_heads_that_do_not_divide_the_channels_are_refused() -> None:
     """Of the specification's 12 to 16 heads for 256 channels 16 alone can be."""
-    for heads in (12, 13, 14, 15):
-        with pytest.raises(ValueError, match=f"heads {heads} does not divide channels 256"):
-            options(channels=256, attention={"every": 1, "heads": heads})
+    with pytest.raises(ValueError, match="heads 12 does not divide channels 256"):
+        options(channels=256, attention={"every": 1, "heads": 12})
     assert options(channels=256, attention={"every": 1, "heads": 16})
 
 
@@ -184,18 +175,14 @@ def test_an_empty_bottleneck_is_explained() -> None:
 def test_heads_are_computed_only_when_asked_for() -> None:
     net = build(ssl=["threat", "pin"])
     ran: list[str] = []
-    for name, module in net.named_children():
-        if name in ("policy_head", "value_head"):
-            module.register_forward_hook(lambda *_, name=name: ran.append(name))
-    for name, module in net.ssl_heads.items():
+    heads = {"policy_head": net.policy_head, "value_head": net.value_head, **net.ssl_heads}
+    for name, module in heads.items():
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
     assert set(net(planes())) == {"policy", "value"}
     assert ran == ["policy_head", "value_head"]
     ran.clear()
     out = net(planes(), frozenset({"ssl_pin"}))
-    assert set(out) == {"ssl"}
-    assert set(out["ssl"]) == {"pin"}
-    assert ran == ["pin"]
+    assert (set(out), set(out["ssl"]), ran) == ({"ssl"}, {"pin"}, ["pin"])
     with pytest.raises(ValueError, match="no head ssl_fork; it has features, policy, ssl_pin, ssl_threat, stream, v"):
         net(planes(), frozenset({"ssl_fork"}))
 
@@ -249,29 +236,18 @@ def test_attention_policy_compares_squares(encoding: str) -> None:
     torch.testing.assert_close(logits[48 * 73 + 64 + 3 + 2], promoted)
 
 
-@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
 @pytest.mark.parametrize("changes", [{}, {"clamp": 0.5}, {"logit_norm": True}])
-def test_listed_moves_are_what_they_are_among_all(encoding: str, changes: dict[str, Any]) -> None:
-    """Values and gradients, of every index, also of those that are no move, and with rows of no move at all."""
-    net = build(encoding=encoding, policy={"kind": "attention", **changes}).eval()
+def test_listed_moves_are_what_they_are_among_all(changes: dict[str, Any]) -> None:
+    """Of every index, also of those that are no move, with pads, and with rows of no move at all."""
+    net = build(policy={"kind": "attention", **changes}).eval()
     randomise(net)
-    generator = torch.Generator().manual_seed(5)
-    moves = torch.stack([torch.randperm(MOVES, generator=generator) for _ in range(4)]).to(torch.int16)
-    moves[torch.rand(moves.shape, generator=generator) < 0.3] = PAD
+    moves = torch.stack([torch.randperm(MOVES) for _ in range(4)]).to(torch.int16)
+    moves[torch.rand(moves.shape) < 0.3] = PAD
     moves[2] = PAD
     moves = moves[:, 1:]
-    pulls = torch.randn(moves.shape, generator=generator)
-    found = []
-    for listed in (None, moves):
-        net.zero_grad()
-        logits = legal_logits(net(planes(), frozenset({"policy"}), listed)["policy"], moves)
-        (logits * pulls)[moves != PAD].sum().backward()
-        found.append([logits, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)])
-    assert len(found[0]) == len(found[1])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    nothing = net(planes(), frozenset({"policy"}), moves[:, :0])["policy"]
-    assert nothing.shape == ((4, MOVES) if "logit_norm" in changes else (4, 0))
+    whole, listed = (net(planes(), frozenset({"policy"}), some)["policy"] for some in (None, moves))
+    assert listed.shape == ((4, MOVES) if "logit_norm" in changes else moves.shape)
+    torch.testing.assert_close(legal_logits(whole, moves), legal_logits(listed, moves))
 
 
 @pytest.mark.parametrize("kind", ["conv", "attention", "dense", "factored"])
@@ -287,15 +263,11 @@ def test_clamp_only_where_asked(kind: str) -> None:
 
 def test_droppath_drops_the_branch_of_single_samples_and_leaves_the_skip_path() -> None:
     torch.manual_seed(3)
-    block = blocks.ResidualBlock(options(), drop=0.5, scale=1.0).train()
-    x = torch.randn(64, C, 8, 8)
-    branch = block.eval()(x) - x
-    out = block.train()(x)
-    dropped = [torch.equal(out[row], x[row]) for row in range(64)]
-    assert 16 < sum(dropped) < 48
-    kept = [row for row in range(64) if not dropped[row]]
+    block, x = blocks.ResidualBlock(options(), drop=0.5, scale=1.0), torch.randn(64, C, 8, 8)
+    branch, out = block.eval()(x) - x, block.train()(x)
+    kept = [row for row in range(64) if not torch.equal(out[row], x[row])]
+    assert 16 < len(kept) < 48
     torch.testing.assert_close(out[kept] - x[kept], 2 * branch[kept], rtol=1e-4, atol=1e-4)
-    assert torch.equal(block.eval()(x), x + branch) or torch.allclose(block(x), x + branch)
 
 
 def test_droppath_grows_linearly_over_the_tower() -> None:
@@ -363,19 +335,6 @@ def test_matrix0s_scores_are_not_rounded_to_half_precision(mix: float) -> None:
     assert block._attend_clamped(query.float(), key.float(), value.float())[:, 1, 3].isnan().all(), "not hidden"
 
 
-def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
-    shares = torch.rand(64, 3, 64, 64) + 0.1
-    torch.manual_seed(1)
-    first = blocks.dropout(shares, 0.1)
-    torch.manual_seed(1)
-    assert torch.equal(first, blocks.dropout(shares, 0.1))
-    assert not torch.equal(first, blocks.dropout(shares, 0.1))
-    gone = first == 0
-    assert gone.float().mean().item() == pytest.approx(0.1, abs=0.002)
-    torch.testing.assert_close(first[~gone], (shares / 0.9)[~gone], rtol=1e-4, atol=0)
-    assert gone.any(-1).float().mean() > 0.99  # spread over the rows
-
-
 # Activation checkpointing
 
 
@@ -412,8 +371,7 @@ def test_checkpointing_changes_no_bit(every: int, kind: str, dtype: torch.dtype)
 def test_checkpointing_of_two_passes_in_one_autocast() -> None:
     """The second pass finds the weights of the first in autocast's cache; the backward pass does not."""
     plain, product = (update(every, torch.bfloat16, passes=2) for every in (0, 1))
-    for name, value in plain.items():
-        assert torch.equal(product[name], value), name
+    assert all(torch.equal(product[name], value) for name, value in plain.items())
 
 
 def saved_bytes(net: nn.Module) -> tuple[int, int]:
@@ -460,8 +418,6 @@ def test_nothing_is_recomputed_where_no_backward_pass_follows(monkeypatch: pytes
     monkeypatch.setattr(model, "recomputed", lambda block, x: calls.append(block) or block(x))
     net = build(checkpoint_every=1).train()
     with torch.no_grad():
-        net(planes())
-    with torch.inference_mode():
         net(planes())
     net.eval()(planes())
     assert calls == []
@@ -510,14 +466,12 @@ def test_flops_are_of_what_is_asked_for_and_never_of_what_is_repeated() -> None:
     config = net.config
     head = 2 * 64 * (C * C // 2 + C // 2)  # two 1x1 convolutions on 64 squares
     play, both = frozenset({"policy", "value"}), frozenset({"policy", "value", "ssl_threat"})
-    assert forward_flops(net, heads=both) - forward_flops(net) == head
+    assert flops(net, heads=both) - flops(net) == head
     # Three times as much, but for the gradients of what has none: the planes, and the trunk below a detached head.
-    assert training_flops(config, play) == 3 * forward_flops(net) - 2 * 64 * 9 * PLANES * C
+    assert training_flops(config, play) == 3 * flops(net) - 2 * 64 * 9 * PLANES * C
     assert training_flops(config, both) - training_flops(config, play) == 3 * head - 2 * 64 * C * C // 2
     again = config.model_copy(update={"checkpoint_every": 1})
     assert training_flops(again, both) == training_flops(config, both)
-    pairs = config.model_copy(update={"policy": PolicyHeadConfig(kind="attention", rank=4)})
-    assert training_flops(pairs, play) > 0  # its tables come from the CPU
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -532,8 +486,10 @@ def test_memory_format_changes_nothing(norm: str) -> None:
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str) -> None:
-    net = build(attention=ATTENTION | {"norm": norm, "mask": True}, se_ratio=0.25, ssl=ALL_SSL).eval()
+@pytest.mark.parametrize(("policy", "value"), [("conv", "wdl"), ("dense", "scalar"), ("factored", "wdl")])
+def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str, policy: str, value: str) -> None:
+    attention = ATTENTION | {"norm": norm, "mask": True}
+    net = build(attention=attention, se_ratio=0.25, ssl=ALL_SSL, policy={"kind": policy}, value={"kind": value}).eval()
     randomise(net)
     heads = every_head(net) - {"features"}
     with torch.no_grad():
@@ -543,6 +499,8 @@ def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str) -> None:
     for name in ("policy", "value"):
         assert out[name].dtype == torch.float32
         torch.testing.assert_close(out[name], exact[name], rtol=0.1, atol=0.1 * float(exact[name].abs().max()))
+        rounded = out[name] == out[name].bfloat16().float()
+        assert rounded.float().mean() < 0.2, "logits are not rounded to half precision"
     assert all(value.dtype == torch.float32 for value in out["ssl"].values())
 
 
@@ -582,15 +540,3 @@ def test_only_convolutions_change_their_memory_format(monkeypatch: pytest.Monkey
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     net(planes())
     assert [mask.stride(-1) for mask in masks] == [1]
-
-
-@pytest.mark.parametrize("policy", ["conv", "dense", "factored"])
-@pytest.mark.parametrize("value", ["wdl", "scalar"])
-def test_logits_are_not_rounded_to_half_precision(policy: str, value: str) -> None:
-    net = build(policy={"kind": policy}, value={"kind": value}).eval()
-    randomise(net)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        out = net(planes(4))
-    for name in ("policy", "value"):
-        rounded = out[name] == out[name].bfloat16().float()
-        assert rounded.float().mean() < 0.2, name

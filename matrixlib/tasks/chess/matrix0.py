@@ -6,9 +6,8 @@ buffer of ours is filled. The outputs of its network are reproduced to float err
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -57,12 +56,10 @@ PUBLISHED: dict[str, Any] = {
 """Of its published network: what shapes do not show, for files that do not say it either."""
 SCHEMAS = ("model_ema", "model", "model_state_dict")
 """Where weights stand in a checkpoint, best first; Matrix0's training and matches read them in this order."""
-ALIASES = {"ssl_head.": "ssl_piece_head."}
+ALIAS, ORIGINAL = "ssl_head.", "ssl_piece_head."
 """Keys that repeat the tensors of other keys."""
-POLICY_CHANNELS = 64
-PREFIXES = ("_orig_mod.", "module.")
+WRAPPERS = r"^((_orig_mod|module)\.)+"
 """Put before every key by torch.compile and DataParallel."""
-COUNTER = "num_batches_tracked"
 NAMES = (  # ours -> its, one after the other
     (r"^stem\.conv", "stem.0"),
     (r"^stem\.norm", "stem.1"),
@@ -114,7 +111,6 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
         channels=channels,
         blocks=options["blocks"],
         block="basic",
-        bottleneck=2,
         preact=options["preact"],
         activation=options["activation"],
         norm=NormConfig(blocks="batch", stem_heads=options["norm"], momentum=0.9),
@@ -131,17 +127,11 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
             norm="post",
         ),
         policy=PolicyHeadConfig(
-            kind="factored" if rank else "dense",
-            channels=POLICY_CHANNELS,
-            rank=max(1, rank),
-            clamp=5.0,
-            logit_norm=True,
+            kind="factored" if rank else "dense", channels=64, rank=max(1, rank), clamp=5.0, logit_norm=True
         ),
         value=ValueHeadConfig(kind="scalar", pool="flatten", channels=64, hidden=channels, activation="relu"),
         ssl=("piece",) if options["self_supervised"] else (),
-        ssl_trunk=True,
         auxiliary=options["aux_policy_from_square"],
-        checkpoint_every=0,
     )
 
 
@@ -152,45 +142,23 @@ def matrix0_name(name: str) -> str:
     return name
 
 
-def fitting(data: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in a checkpoint's dict under our names, for a network with the state dict `own`, maybe on `meta`.
+def fitting(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
+    """The weights in a checkpoint's dict under our names, for a network with the tensors `own`.
 
-    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged weights lack
-    BatchNorm's batch counters, which nothing reads: they become 0. Raises ValueError naming missing, surplus, misshapen
-    and non-finite keys, aliases that differ, and files that hold no weights.
+    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Keys that are not
+    known stay, for the network to refuse; BatchNorm's batch counters, which averaged weights lack and nothing reads,
+    it sets to 0 itself. Raises ValueError naming keys that are not finite or no tensors, and files without weights.
     """
-    schema, state = _choose(data)
+    state = _choose(data)
     names = {matrix0_name(name): name for name in own}
-    assert len(names) == len(own), "two of our names map to one key"
-    for alias, original in ALIASES.items():
-        for key in [key for key in state if key.startswith(alias)]:
-            twin = state.get(original + key.removeprefix(alias))
-            if twin is not None and torch.equal(state[key], twin):
-                del state[key]
-    if schema == "model_ema":
-        state = {key: torch.zeros((), dtype=torch.int64) for key in names if key.endswith(COUNTER)} | state
-    shapes = {
-        key: (*own[name].shape, 1, 1) if POINTWISE.fullmatch(name) else own[name].shape for key, name in names.items()
-    }
-    known = [key for key in names if key in state]
-    problems = {
-        "missing": [key for key in names if key not in state],
-        "not known to this network, or repeated with other values": [key for key in state if key not in names],
-        "of another shape": [
-            f"{key} {tuple(state[key].shape)}, expected {tuple(shapes[key])}"
-            for key in known
-            if state[key].shape != shapes[key]
-        ],
-        "with values that are not finite": [key for key in known if not torch.isfinite(state[key]).all()],
-    }
-    listed = [
-        f"{len(keys)} {what} ({', '.join(keys[:8])}{', ...' * (len(keys) > 8)})"
-        for what, keys in problems.items()
-        if keys
-    ]
-    if listed:
-        raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(listed)}")
-    return {name: state[key].reshape(own[name].shape) for key, name in names.items()}
+    for key in [key for key in state if key.startswith(ALIAS)]:
+        twin = state.get(key.replace(ALIAS, ORIGINAL))
+        if twin is not None and torch.equal(state[key], twin):
+            del state[key]
+    if bad := [key for key, tensor in state.items() if not torch.isfinite(tensor).all()]:
+        raise ValueError(f"values that are not finite: {', '.join(bad[:8])}")
+    loaded = {names.get(key, key): tensor for key, tensor in state.items()}
+    return {name: tensor.flatten(1) if POINTWISE.fullmatch(name) else tensor for name, tensor in loaded.items()}
 
 
 def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
@@ -199,13 +167,11 @@ def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
 
     Raises ValueError as `matrix0_config` does, and where there are no weights of Matrix0.
     """
-    _, state = _choose(data)
+    state = _choose(data)
     if "stem.0.weight" not in state:
         raise ValueError("these are no weights of Matrix0's network: its first layer, stem.0.weight, is missing")
-    stored: dict[str, Any] = {}
-    for section in (data.get("config"), data.get("model_config")):
-        if isinstance(section, Mapping):
-            stored = {key: value for key, value in section.items() if key in DEFAULTS} | stored
+    sections = [data.get(name) for name in ("model_config", "config")]
+    stored = {k: v for part in sections if isinstance(part, Mapping) for k, v in part.items() if k in DEFAULTS}
     shapes = _shapes(state)
     unknown = {key: value for key, value in PUBLISHED.items() if key not in stored | shapes}
     if not shapes["attention"]:
@@ -217,18 +183,18 @@ def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the shapes of weights say of a NetConfig."""
-    tower = [re.fullmatch(r"tower\.(\d+)\.(conv1|qkv|se_fc1)\.weight", key) for key in state]
-    numbers = {kind: sorted(int(m[1]) for m in tower if m and m[2] == kind) for kind in ("conv1", "qkv", "se_fc1")}
+    found = [re.fullmatch(r"tower\.(\d+)\.(conv1|qkv|se_fc1)\.weight", key) for key in state]
+    numbers = {kind: sorted(int(m[1]) for m in found if m and m[2] == kind) for kind in ("conv1", "qkv", "se_fc1")}
     channels = state["stem.0.weight"].shape[0]
     shapes: dict[str, Any] = {
         "channels": channels,
         "blocks": len(numbers["conv1"]),
         "norm": "batch" if "stem.1.running_mean" in state else "group",
-        "chess_features": any(key.startswith("chess_features.") for key in state),
+        "chess_features": "chess_features.position_encoding" in state,
         "attention": bool(numbers["qkv"]),
         "se": bool(numbers["se_fc1"]),
-        "self_supervised": any(key.startswith(("ssl_head.", "ssl_piece_head.")) for key in state),
-        "policy_factor_rank": state["policy_fc1.weight"].shape[0] if "policy_fc1.weight" in state else 0,
+        "self_supervised": any(key.startswith((ALIAS, ORIGINAL)) for key in state),
+        "policy_factor_rank": len(state.get("policy_fc1.weight", ())),
         "aux_policy_from_square": "aux_from_square.0.weight" in state,
         "aux_policy_move_type": "aux_move_type.0.weight" in state,
     }
@@ -254,29 +220,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         with torch.serialization.safe_globals([scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *numbers]):
             data = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{name} holds more than tensors and numbers, so it is not read: {reason}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - bytes that are no torch file raise whatever the reader trips over
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{name} is no whole torch file: {reason}") from None
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{name} is no whole file of tensors and numbers alone, so it is not read: {reason}") from None
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} holds a {type(data).__name__}, not a dict of weights")
     return data
 
 
-def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """(where, weights without wrappers' prefixes) by the precedence of SCHEMAS."""
-    schema = next((key for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]), "state dict")
-    weights = data.get(schema, data)
-    if not weights or (weights is data and not all(isinstance(value, Tensor) for value in data.values())):
-        held = ", ".join(sorted(map(str, data))[:8]) or "nothing"
-        raise ValueError(f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors; the file holds {held}")
-    if bad := [str(key) for key, value in weights.items() if not isinstance(value, Tensor)]:
-        raise ValueError(f"{schema} holds more than tensors: {', '.join(bad[:8])}")
-    state = {str(key): value for key, value in weights.items()}
-    while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None):
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
-    return schema, state
+def _choose(data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights without wrappers' prefixes, by the precedence of SCHEMAS."""
+    weights = next((data[key] for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]), data)
+    bad = sorted(str(key) for key, value in weights.items() if not isinstance(value, Tensor))
+    if bad or not weights:
+        held = ", ".join(bad[:8]) or "nothing"
+        raise ValueError(f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors alone; there is {held}")
+    return {re.sub(WRAPPERS, "", str(key)): value for key, value in weights.items()}

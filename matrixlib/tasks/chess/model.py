@@ -8,8 +8,7 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,14 +47,21 @@ RESERVED = PLAY_HEADS | {"features", "stream"}
 Trunk = Callable[[ModelConfig], nn.Module]
 
 
-def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEADS) -> int:
-    """Floating-point operations of one forward pass for ONE position (a multiply-add is two): convolutions, linear
-    layers and attention products. planes: that the network takes. heads: as in PolicyValueNet.forward.
+def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEADS, backward: bool = False) -> int:
+    """Floating-point operations of one forward pass for ONE position (a multiply-add is two), maybe with the backward
+    pass: convolutions, linear layers and attention products. planes: that the network takes. heads: as in
+    PolicyValueNet.forward.
     """
-    tensors = itertools.chain(net.named_parameters(), net.named_buffers())
-    shapes = {name: tensor.to("meta") for name, tensor in tensors}  # without numbers
-    with _counted() as counter, torch.no_grad():
-        functional_call(net, shapes, (torch.empty(1, planes, 8, 8, device="meta"), heads))
+    shapes = {  # without numbers
+        name: tensor.detach().to("meta").requires_grad_(backward and tensor.requires_grad)
+        for name, tensor in itertools.chain(net.named_parameters(), net.named_buffers())
+    }
+    # The counter knows the fused attention kernels of GPUs alone: it sees plain products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        out = functional_call(net, shapes, (torch.empty(1, planes, 8, 8, device="meta"), heads))
+        if backward:
+            outputs = [*out.pop("ssl", {}).values(), *out.values()]
+            torch.stack([output.sum() for output in outputs]).sum().backward()
     return int(counter.get_total_flops())
 
 
@@ -63,25 +69,12 @@ def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = 
 def training_flops(
     config: ModelConfig, heads: frozenset[str], trunk: Trunk | None = None, own: tuple["Head", ...] = ()
 ) -> int:
-    """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted. trunk, own: as
-    `PolicyValueNet` takes them.
+    """`flops` forward and backward of the network of these, as `PolicyValueNet` takes them; what activation
+    checkpointing repeats is not counted.
     """
     with torch.device("meta"):
-        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own).to("meta")  # tables too
-        planes = torch.empty(1, PLANES, 8, 8)
-    with _counted() as counter:
-        out = net(planes, heads)
-        outputs = [*out.pop("ssl", {}).values(), *out.values()]
-        torch.stack([output.sum() for output in outputs]).sum().backward()
-    return int(counter.get_total_flops())
-
-
-@contextmanager
-def _counted() -> Iterator[FlopCounterMode]:
-    """The operations inside are counted. The counter knows the fused attention kernels of GPUs alone: it sees plain
-    products."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        yield counter
+        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own)
+    return flops(net, PLANES, heads, backward=True)
 
 
 class MovePairs(nn.Module):
@@ -89,7 +82,7 @@ class MovePairs(nn.Module):
     to-square, plus a learned number of the pair, as Leela's attention policy has it. An under-promotion's key is that
     of its to-square plus one of the piece. Indices that are no move get the number of some other pair.
 
-    Given `moves` (B, L), policy indices, it computes these alone: (B, L), 0 in pads (-1).
+    Given `moves` (B, L), policy indices, it gives these alone: (B, L), anything in pads (-1).
     """
 
     ends: Tensor
@@ -106,27 +99,12 @@ class MovePairs(nn.Module):
 
     def forward(self, squares: Tensor, moves: Tensor | None = None) -> Tensor:
         query, key = self.query(squares), self.key(squares).float()
-        query = query * key.shape[2] ** -0.5
-        if moves is not None:
-            return self._listed(query.float(), key, moves)
         keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
-        # products and bias apart: torch's one operation for both is a quarter slower on a CPU, and so is a gather
-        pairs = in_fp32(torch.matmul, query, keys.transpose(1, 2)) + self.bias
-        return pairs.flatten(1).index_select(1, self.place)
-
-    def _listed(self, query: Tensor, key: Tensor, moves: Tensor) -> Tensor:
-        known = moves >= 0
-        place = self.place[moves[known].long()]
-        origin, target = place // self.bias.shape[1], place % self.bias.shape[1]
-        under = target - SQUARES  # of an under-promotion 0 and more
-        target = torch.where(under < 0, target, self.ends[under % len(self.ends)])
-        piece = torch.where(under < 0, 0, 1 + under // len(self.ends))
-        pieces = torch.cat([torch.zeros_like(self.piece[:1]), self.piece])[:, 0]
-        first = SQUARES * known.nonzero()[:, 0]
-        ours = query.flatten(0, 1).index_select(0, first + origin)
-        theirs = key.flatten(0, 1).index_select(0, first + target) + pieces.index_select(0, piece)
-        logits = (ours * theirs).sum(1) + self.bias.flatten().index_select(0, place)
-        return logits.new_zeros(moves.shape).masked_scatter(known, logits)
+        # products and bias apart: torch's one operation for both is a quarter slower on a CPU
+        pairs = in_fp32(torch.matmul, query * key.shape[2] ** -0.5, keys.transpose(1, 2)) + self.bias
+        if moves is None:
+            return pairs.flatten(1).index_select(1, self.place)  # a gather is slower
+        return pairs.flatten(1).gather(1, self.place[moves.clamp(min=0).long()])
 
 
 class PolicyHead(nn.Module):
@@ -291,17 +269,18 @@ class PolicyValueNet(nn.Module):
         known = {*RESERVED, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
         if unknown := sorted(names - known):
             raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-        out: dict[str, Any] = {"stream": []} if "stream" in names else {}
-        x = self.trunk(planes, out.get("stream"))
+        stream: list[Tensor] | None = [] if "stream" in names else None
+        x = self.trunk(planes, stream)
+        out: dict[str, Any] = {} if stream is None else {"stream": stream}
         if "policy" in names:
             out["policy"] = self.policy_head(x, moves)
         if "value" in names:
             out["value"] = self.value_head(x)
         if "features" in names:
             out["features"] = x
+        shared = x if self.config.ssl_trunk else x.detach()
         ssl = {name: head for name, head in self.ssl_heads.items() if f"ssl_{name}" in names}
         if ssl:
-            shared = x if self.config.ssl_trunk else x.detach()
             out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in ssl.items()}
         return out | {name: head(x).float() for name, head in self.own_heads.items() if name in names}
 
@@ -344,13 +323,11 @@ class PolicyValueNet(nn.Module):
 def _checked(trunk: nn.Module, config: ModelConfig) -> nn.Module:
     """A trunk of one's own, tried on one position."""
     device = next((parameter.device for parameter in trunk.parameters()), torch.device("cpu"))
-    trunk.eval()
     with torch.no_grad():
-        shape = tuple(trunk(torch.zeros(1, PLANES, 8, 8, device=device)).shape)
-    trunk.train()
+        shape = tuple(trunk.eval()(torch.zeros(1, PLANES, 8, 8, device=device)).shape)
     if shape != (1, config.channels, 8, 8):
         raise ValueError(f"trunk: it makes {shape} of one position, not (1, model.channels {config.channels}, 8, 8)")
-    return trunk
+    return trunk.train()
 
 
 def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:

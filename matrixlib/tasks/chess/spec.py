@@ -13,7 +13,11 @@ import numpy as np
 from matrixlib.config import validated
 from matrixlib.data.shards import file_hash
 from matrixlib.engine.folder import read_run_config
+from matrixlib.tasks.chess import bitboard, keys, ssl_targets
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
+from matrixlib.tasks.chess.game import ChessGame, training_batch
+from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.spec import (
     Check,
     GameSpec,
@@ -32,12 +36,12 @@ if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue, ShardRow
     from matrixlib.data.loader import Loader
     from matrixlib.data.reader import Sidecars
-    from matrixlib.data.shards import Batch, Layout
+    from matrixlib.data.shards import Batch
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.parts import Parts
     from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.play.game import Game, Trace
+    from matrixlib.play.game import Trace
     from matrixlib.tasks.chess.distill.teacher import ChessTeacher
     from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
     from matrixlib.tasks.chess.evaluate.net import Net
@@ -48,23 +52,13 @@ class ChessGameSpec(GameSpec):
     """Chess as a game of self-play."""
 
     ending = ".pgn"
-
-    @property
-    def game(self) -> Game:
-        from matrixlib.tasks.chess.game import ChessGame
-
-        return ChessGame()
+    game = ChessGame()
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
-        from matrixlib.tasks.chess.game import training_batch
-        from matrixlib.tasks.chess.keys import SOURCES
-
-        return training_batch(traces, ids, SOURCES["selfplay"])
+        return training_batch(traces, ids, keys.SOURCES["selfplay"])
 
     def keys(self, records: np.ndarray) -> np.ndarray:
-        from matrixlib.tasks.chess.keys import hashes_of
-
-        return hashes_of(records, mirrored=True)
+        return keys.hashes_of(records, mirrored=True)
 
 
 class ChessSpec(TaskSpec[ChessConfig]):
@@ -72,6 +66,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
     name, demo = "chess", "demo"
     config = ChessConfig
+    layout = LAYOUT
     objective_options = ("loss.", "teacher.", "model.value.kind", "model.ssl")
     measured_on_options = ("validation.limit",)
     held_out = "about one game in twenty is held out"
@@ -120,20 +115,12 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         return batch_boards(batch, rows)
 
-    @property
-    def layout(self) -> Layout:
-        from matrixlib.tasks.chess.records import LAYOUT
-
-        return LAYOUT
-
     def task(self, config: ChessConfig) -> ChessTask:
         from matrixlib.tasks.chess.task import ChessTask
 
         return ChessTask(config)
 
     def folder(self, config: ChessConfig) -> Path:
-        from matrixlib.tasks.chess.sample_set import unpack_sample
-
         return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")
 
     def teacher(self, config: ChessConfig, runtime: Runtime, record: Mapping[str, Any]) -> ChessTeacher | None:
@@ -146,14 +133,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return ChessTeacher.of(load(config.teacher.network, "", own, False), config)
 
     def sidecars(self, config: ChessConfig, folder: Path, shards: Sequence[ShardRow], teacher: Any) -> Sidecars | None:
-        if not config.teacher.cache:
-            return None
-        from matrixlib.tasks.chess.distill import cache
-        from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+        from matrixlib.tasks.chess.distill import teacher as teachers
 
-        if not isinstance(teacher, ChessTeacher):  # of a complete run, whose teacher is gone
+        if not config.teacher.cache or not isinstance(teacher, teachers.ChessTeacher):  # of a complete run it is gone
             return None
-        return cache.sidecars(teacher, self.task(config), folder, shards)
+        return teachers.sidecars(teacher, self.task(config), folder, shards)
 
     def training_flops(self, config: ChessConfig) -> float:
         return self.task(config).training_flops()
@@ -206,14 +190,17 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return export(net, path)
 
     def ssl_targets(self, task: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        from matrixlib.tasks.chess.ssl_targets import target
-
-        return {f"ssl_{head}": target(batch, head) for head in task.config.model.ssl}
+        return {f"ssl_{head}": ssl_targets.target(batch, head) for head in task.config.model.ssl}
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
-        mass = task.illegal_mass(batch)
-        bad = int((mass > 0).sum())
-        if not bad:
+        state, index = batch["state"], batch["policy_index"]
+        castling, en_passant = state[:, 0].astype(np.uint8), state[:, 1].astype(np.int8)
+        _, legal, offset = bitboard.legal_moves(batch["pieces"], castling, en_passant)
+        table = np.zeros((len(state), bitboard.POLICY_SIZE), bool)
+        table[np.repeat(np.arange(len(state)), np.diff(offset)), legal] = True
+        good = np.take_along_axis(table, np.maximum(index, 0).astype(np.int64), axis=1)
+        mass = np.where(good, 0, batch["policy_weight"]).sum(1)
+        if not (bad := int((mass > 0).sum())):
             return []
         return [
             f"{bad} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "

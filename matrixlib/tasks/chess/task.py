@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from matrixlib.engine.task import Batch
 from matrixlib.play.game import Past
-from matrixlib.tasks.chess import bitboard, losses, records
+from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import Sums, plain_rows
 from matrixlib.tasks.chess.model import PLANES, PLAY_HEADS, PolicyValueNet, training_flops
-from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, planes, unpack_maps
+from matrixlib.tasks.chess.planes import SIDE, move_map, planes, unpack_maps
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32
@@ -318,20 +318,6 @@ class ChessTask:
         if logits.shape[1] > 1:
             return logits.softmax(1)
         return losses.calibrated(logits, self._positive(head)).sigmoid()
-
-    def illegal_mass(self, batch: dict[str, np.ndarray]) -> np.ndarray:
-        """(B,) share of each row's policy target on moves that are not legal, of a batch of `prepare`; 0 is right.
-
-        For checks of the data: the losses trust the list of moves.
-        """
-        state, index = batch["state"], batch["policy_index"]
-        castling, en_passant = state[:, CASTLING].astype(np.uint8), state[:, EN_PASSANT].astype(np.int8)
-        _, legal, offset = bitboard.legal_moves(batch["pieces"], castling, en_passant)
-        table = np.zeros((len(state), bitboard.POLICY_SIZE), bool)
-        table[np.repeat(np.arange(len(state)), np.diff(offset)), legal] = True
-        good = np.take_along_axis(table, np.maximum(index, 0).astype(np.int64), axis=1)
-        mass: np.ndarray = np.where(good, 0, batch["policy_weight"]).sum(1)
-        return mass
 
     def _positive(self, head: str) -> float:
         """How many times a 1 counts in a binary head's loss."""

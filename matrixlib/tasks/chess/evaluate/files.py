@@ -45,14 +45,22 @@ def open_matrix0(path: Path, device: str | Runtime = "auto", compile: bool | str
         model_config, message = config_of(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
         with torch.device("meta"):  # before a network of the sizes that a file claims takes memory
-            weights = fitting(data, PolicyValueNet(model_config).state_dict())
+            empty = PolicyValueNet(model_config)
+        weights = fitting(data, empty.state_dict())
+        empty.load_state_dict(weights, assign=True)
         model = task.build_model()
         model.load_state_dict(weights)
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ValueError(f"{path.name} describes no network that can be built: {'; '.join(problems)}") from None
-    except (ValueError, IndexError, TypeError) as error:  # a stranger's options and shapes may be anything
-        raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {error}") from None
+    except (
+        ValueError,
+        IndexError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # a stranger's options and shapes may be anything
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {reason}") from None
     if message:
         warnings.warn(f"{path.name}: {message}", stacklevel=2)
     runtime = runtime_for_use(task.config, device)

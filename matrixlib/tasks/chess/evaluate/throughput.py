@@ -13,7 +13,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.hardware import speed
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
-from matrixlib.tasks.chess.model import forward_flops
+from matrixlib.tasks.chess.model import flops
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
 
@@ -31,7 +31,7 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: floa
     batch = positions(first, max(sizes))
     dtypes = {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
     peak = {dtype: speed.matrix_rate(runtime.device, dtype, runtime.threads) for dtype in dtypes}
-    work = forward_flops(first.model, first.task.input_planes) / 1e9 if peak else 1.0
+    work = flops(first.model, first.task.input_planes) / 1e9 if peak else 1.0
     table = []
     for rows in sizes:
         part = {name: array[:rows] for name, array in batch.items()}
