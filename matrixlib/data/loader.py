@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -197,39 +197,31 @@ def _work(i: int) -> Item:
     return _source.item(i)
 
 
-def _pinned(future: Future[Item]) -> tuple[Item, str]:
-    item = future.result()
-    item.tensors, problem = backend.pin(item.tensors)
-    return item, problem
-
-
 class Workers:
     """Processes that make batches ahead, `prefetch` each; tensors come through shared memory. Never by fork, which
     copies locks and threads in any state."""
 
-    def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int, pin: bool) -> None:
+    def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int) -> None:
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
-        self._pinner = ThreadPoolExecutor(1) if pin else None
-        self._numbers, self._futures = iter(numbers), deque[Future[tuple[Item, str]] | Future[Item]]()
+        self._numbers, self._futures = iter(numbers), deque[Future[Item]]()
         for _ in range(workers * prefetch):
             self._submit()
 
     def _submit(self) -> None:
         for i in self._numbers:
-            future = self._pool.submit(_work, i)
-            self._futures.append(future if self._pinner is None else self._pinner.submit(_pinned, future))
+            self._futures.append(self._pool.submit(_work, i))
             return
 
-    def take(self, timeout: float) -> tuple[Item, str]:
-        """(the next batch, why it is not page-locked). Raises BrokenProcessPool, TimeoutError (0: never)."""
-        result = self._futures[0].result(timeout or None)
+    def take(self, timeout: float) -> Item:
+        """The next batch. Raises BrokenProcessPool, TimeoutError (0: never)."""
+        item = self._futures[0].result(timeout or None)
         self._futures.popleft()
         self._submit()
-        return result if isinstance(result, tuple) else (result, "")
+        return item
 
     @property
     def ready(self) -> int:
@@ -242,8 +234,6 @@ class Workers:
         self._pool.shutdown(wait=False)
         for process in processes:
             process.kill()
-        if self._pinner is not None:
-            self._pinner.shutdown(wait=False, cancel_futures=True)
 
 
 # The loader
@@ -407,10 +397,7 @@ class Loader:
 
     def _made_here(self, source: Numbered, numbers: range) -> Generator[Tensors, None, None]:
         for i in numbers:
-            item, problem = source.item(i), ""
-            if self._pin:
-                item.tensors, problem = backend.pin(item.tensors)
-            yield self._unpack(item, problem)
+            yield self._unpack(source.item(i))
 
     def _from_workers(self, source: Numbered, numbers: range, workers: int) -> Generator[Tensors, None, None]:
         import cloudpickle
@@ -421,10 +408,10 @@ class Loader:
             raise LoaderError(f"prepare cannot be sent to workers ({error}); use no workers") from error
         restarts = 0
         while numbers:
-            with closing(Workers(data, numbers, workers, self._prefetch, self._pin)) as pool:
+            with closing(Workers(data, numbers, workers, self._prefetch)) as pool:
                 for i in numbers:
                     try:
-                        item, problem = pool.take(self._timeout)
+                        item = pool.take(self._timeout)
                     except TimeoutError:
                         what = f"gave nothing for {self._timeout:g} s; is the disk slow, or data.timeout too short?"
                         break
@@ -434,7 +421,7 @@ class Loader:
                     except Exception as error:
                         raise LoaderError(f"batch {i} could not be sent by a worker: {error}") from error
                     self._stats = {"prepare": round(item.seconds, 6), "ready": pool.ready}
-                    yield self._unpack(item, problem)
+                    yield self._unpack(item)
                 else:
                     return
             if restarts == self._max_restarts:
@@ -442,14 +429,17 @@ class Loader:
             restarts, numbers = restarts + 1, range(i, numbers.stop)
             self._on_loss(f"the loader's workers were started again at batch {i}, as one {what} use fewer workers")
 
-    def _unpack(self, item: Item, not_pinned: str) -> Tensors:
+    def _unpack(self, item: Item) -> Tensors:
         self._report(item.damage)
-        if not_pinned and self._pin:
-            self._pin = False  # this process asks no more; its workers' thread may, in vain
-            self._on_loss(f"batches are not page-locked, so that updates wait for their copies: {not_pinned}")
         if item.error:
             raise LoaderError(item.error) from WorkerTraceback(item.trace)
-        return item.tensors
+        if not self._pin:
+            return item.tensors
+        tensors, problem = backend.pin(item.tensors)
+        if problem:
+            self._pin = False
+            self._on_loss(f"batches are not page-locked, so that updates wait for their copies: {problem}")
+        return tensors
 
     def _report(self, damage: Sequence[Damage]) -> None:
         """Pass on what is new: every worker meets the same damage for itself."""

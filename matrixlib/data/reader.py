@@ -47,12 +47,12 @@ class Sidecars:
         return path.with_name(f"{path.name}.damaged")
 
 
-class Unopened(Exception):
-    """A shard that could not be opened when its first row was asked for: its number among the shards."""
+class Lost(Exception):
+    """Rows that cannot be read: number of the shard, block or WHOLE, and why."""
 
-    def __init__(self, shard: int, reason: str) -> None:
-        super().__init__(reason)
-        self.shard = shard
+    def __init__(self, shard: int, block: int, reason: object) -> None:
+        super().__init__(str(reason))
+        self.shard, self.block = shard, block
 
 
 def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
@@ -97,9 +97,8 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 
 
 def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
-    """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked.
-
-    Raises DamagedBlock where a file has changed since."""
+    """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked; raises Lost
+    where a file has changed since."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
@@ -118,7 +117,8 @@ def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, lay
             offset = shard.arrays[f"{group}_offset"]
             begin, end = offset[rows[part]], offset[rows[part] + 1]
             if wrong := np.flatnonzero((begin < 0) | (begin > end) | (end > shard.meta["sizes"][group])).tolist():
-                raise DamagedBlock(shard.path, int(rows[part][wrong[0]]) // BLOCK, f"{group}_offset")
+                block = int(rows[part][wrong[0]]) // BLOCK
+                raise Lost(int(which[part[0]]), block, DamagedBlock(shard.path, block, f"{group}_offset"))
             start[part], length[part] = begin, end - begin
         out[f"{group}_offset"] = place = np.zeros(count + 1, OFFSET)
         np.cumsum(length, out=place[1:])
@@ -212,21 +212,11 @@ class Reader:
             actual = self.first[sound] + (rows - self.first[blocks]) % size
             try:
                 return self._read(actual, sound)
-            except DamagedBlock as error:
-                i = self._number_of(error.path)
-                block = int(np.searchsorted(self.first, self.start[i] + error.block * BLOCK))
-                self._replace(slice(block, block + 1), (self.shards[i].name, error.block, str(error)))
-            except Unopened as error:
+            except Lost as error:
                 start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
-                self._replace(slice(start, stop), (self.shards[error.shard].name, WHOLE, str(error)))
-
-    def _number_of(self, path: Path) -> int:
-        """Which shard a file is of, or lies beside."""
-        for i, shard in self._open.items():
-            if shard.path == path:
-                return i
-        assert self._sidecars is not None
-        return [row.path for row in self._sidecars.shards].index(path)
+                if error.block != WHOLE:
+                    start, stop = start + error.block, start + error.block + 1
+                self._replace(slice(start, stop), (self.shards[error.shard].name, error.block, str(error)))
 
     def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
         shards = self.shards_of(rows)
@@ -234,7 +224,10 @@ class Reader:
         for block in np.unique(blocks[~self._checked[blocks]]).tolist():
             i = int(self.shards_of(self.first[block]))
             shard = self._opened(i)
-            shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
+            try:
+                shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
+            except DamagedBlock as error:
+                raise Lost(i, error.block, error) from error
             self._checked[block] = True
             self._resident += shard.bytes // shard.blocks
         self._touched.update(np.unique(shards).tolist())
@@ -254,12 +247,12 @@ class Reader:
             except ShardError as error:
                 if self.remote is not None and path.suffix and not path.exists():
                     continue  # another process has taken its room
-                raise Unopened(i, str(error)) from error
+                raise Lost(i, WHOLE, error) from error
             except OSError as error:  # of the machine, not of the file
                 remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
                 raise LoaderError(f"{row.path} cannot be opened: {error}; {remedy}") from error
             if len(shard) != row.count:
-                raise Unopened(i, f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}")
+                raise Lost(i, WHOLE, f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}")
             self._open[i] = shard
         return self._open[i]
 

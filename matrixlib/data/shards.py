@@ -250,8 +250,6 @@ def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[st
     sizes = {group: int(batch[f"{group}_offset"][-1]) for group in layout.ragged}
     ours = {"format": FORMAT, "task": layout.task, "version": layout.version, "layout": layout.describe()}
     ours |= {"count": len(batch["records"]), "sizes": sizes}
-    if clash := sorted(set(ours) & set(meta)):
-        raise ValueError(f"shard meta may not set {', '.join(clash)}: they follow from the data")
     return {"created": created, **meta, **ours}
 
 
