@@ -143,7 +143,7 @@ class Catalogue:
     def add_all(
         self,
         shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]],
-        log: Callable[[Sequence[ShardRow]], Log] | None = None,
+        log: Log | None = None,
     ) -> list[ShardRow]:
         """`add` for several shards, and the log of the import that they are from: all at once or nothing."""
         rows = []
@@ -157,7 +157,7 @@ class Catalogue:
             rows.append(self._row(name, info, source, quality))
         for row in rows:  # written anew, so what was wrong with an older file of that name is past
             reason_file(row.path).unlink(missing_ok=True)
-        self._put(rows, () if log is None else [log(rows)])
+        self._put(rows, [log] if log else [])
         return rows
 
     def imports(self, name: str = "") -> list[tuple[str, int, dict[str, Any]]]:

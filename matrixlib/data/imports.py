@@ -17,7 +17,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +31,7 @@ from filelock import FileLock
 
 from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow
 from matrixlib.data.entries import ParseResult, Part, Reader, Refused
-from matrixlib.data.shards import Batch, Layout, Shard, ShardInfo, concat, file_hash, is_shard, select, write_shard
+from matrixlib.data.shards import Batch, Layout, Shard, concat, file_hash, is_shard, select, write_shard
 from matrixlib.files import end_with_parent, exclusive, make_folder, writing
 from matrixlib.progress import live_bar
 
@@ -332,23 +332,16 @@ class _FileImport:
             return done, before
         known = functools.cache(functools.partial(self.known_games, before))
         step = self.step(len(done), first := done[-1].parts[1] if done else 0)
-        with ThreadPoolExecutor(1) as writer:  # while a step goes to disk, the next one is read
-            storing: Future[ImportLog] | None = None
-            for part, result in read_parts(self.reader, self.storage.faults, self.parts_left(first, bar), workers):
-                step.add(result, known)
-                bar.update(len(part.data))
-                bar.set_postfix_str(f"{part.first + result.entries:,} entries", refresh=False)
-                if step.training < self.storage.step:
-                    continue
-                if storing:
-                    done.append(storing.result())
-                storing = writer.submit(self.store, step)
-                positions += sum(len(batch["records"]) for batch in step.batches)
-                step = self.step(step.log.step + 1, step.log.parts[1])
+        for part, result in read_parts(self.reader, self.storage.faults, self.parts_left(first, bar), workers):
+            step.add(result, known)
+            bar.update(len(part.data))
+            bar.set_postfix_str(f"{part.first + result.entries:,} entries", refresh=False)
+            if step.training >= self.storage.step:
+                done.append(self.store(step))
+                positions += done[-1].positions.total()
+                step = self.step(len(done), step.log.parts[1])
                 if limit is not None and positions >= limit:
-                    return [*done, storing.result()], before
-            if storing:
-                done.append(storing.result())
+                    return done, before
         if not done and not step.batches:
             raise ValueError(f"{self.path}: holds nothing that {type(self.reader).__name__} could read")
         step.log.last = True
@@ -420,27 +413,18 @@ class _FileImport:
             "seed": 0,
             "created": changed.isoformat().replace("+00:00", "Z"),  # the file's: the same bytes every time
         }
-        validation = self.storage.is_held_out(batch["records"])
-        jobs: list[tuple[str, int, np.ndarray]] = []
+        validation, shards = self.storage.is_held_out(batch["records"]), []
         for split, mask in (("train", ~validation), ("validation", validation)):
             rows = np.flatnonzero(mask)
             log.positions[split] = len(rows)
             pieces = np.array_split(rows, max(1, round(len(rows) / self.storage.shard))) if len(rows) else []
-            jobs += [(split, piece, members) for piece, members in enumerate(pieces)]
-
-        def write(job: tuple[str, int, np.ndarray]) -> tuple[ShardInfo, str, str, dict[str, Any]]:
-            split, piece, members = job
-            part = select(batch, members, layout)
-            figures = self.storage.figures(part)
-            path = self.catalogue.folder / f"{self.name}_{log.step:06d}_{split}_{piece}.npz"
-            info = write_shard(path, layout, part, {**meta, "split": split, "quality": figures})
-            return info, split, self.reader.source, figures
-
-        def log_of(added: Sequence[ShardRow]) -> tuple[str, int, dict[str, Any]]:
-            log.shards = {row.name: row.sha256 for row in added}
-            return self.name, log.step, log.data()
-
-        with ThreadPoolExecutor(max(1, len(jobs))) as pool:  # most of it is waiting for the disk
-            shards = list(pool.map(write, jobs))
-        self.rows.update({row.name: row for row in self.catalogue.add_all(shards, log_of)})
+            for piece, members in enumerate(pieces):
+                part = select(batch, members, layout)
+                figures = self.storage.figures(part)
+                path = self.catalogue.folder / f"{self.name}_{log.step:06d}_{split}_{piece}.npz"
+                info = write_shard(path, layout, part, {**meta, "split": split, "quality": figures})
+                shards.append((info, split, self.reader.source, figures))
+                log.shards[path.name] = info.sha256
+        added = self.catalogue.add_all(shards, (self.name, log.step, log.data()))
+        self.rows.update({row.name: row for row in added})
         return log

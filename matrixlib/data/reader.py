@@ -97,8 +97,8 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 
 
 def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
-    """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked; raises Lost
-    where a file has changed since."""
+    """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked; Lost where
+    a file has changed since."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
