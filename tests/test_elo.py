@@ -96,16 +96,8 @@ def test_sprt_is_wrong_as_rarely_as_it_promises(elo: float, expected: bool) -> N
     assert wrong <= 9  # 5 % of 80 are 4
 
 
-def test_sprt_checks_its_hypotheses() -> None:
-    assert Sprt().decision([0, 0, 0, 0, 0]) is None
-    with pytest.raises(ValueError, match="below"):
-        Sprt(elo0=5, elo1=0)
-
-
 def test_rating_table_of_two_is_their_rating() -> None:
     counts = [100, 300, 800, 500, 200]
-    both = rating_table({("old", "new"): counts[::-1], ("new", "old"): counts})["elo"]
-    assert both["new"] - both["old"] == pytest.approx(rating(counts).elo, rel=0.01)
     table, alone = rating_table({("new", "old"): counts}), rating(counts)
     best, other = table.loc["new"], table.loc["old"]
     assert table.index.tolist() == ["new", "old"]

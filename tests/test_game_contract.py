@@ -42,6 +42,7 @@ def test_a_game_starts_alike_with_the_first_side(game: Game) -> None:
     assert (states == states[0]).all()
     assert not game.to_move(states).any()
     assert np.isnan(game.terminal(states, np.diff(game.legal(states)[1]))).all()
+    assert np.isnan(game.proven(states)).all(), "nothing is known without tables"
 
 
 def test_legal_moves_ascend_and_batches_do_not_matter(game: Game) -> None:
@@ -101,10 +102,6 @@ def test_keys_tell_positions_apart(game: Game) -> None:
     for name in {"ply", "halfmove", "repetition"} & set(states.dtype.names):
         plain[name] = 0
     assert len(np.unique(game.key(states))) == len({row.tobytes() for row in plain})
-
-
-def test_nothing_is_known_without_tables(game: Game) -> None:
-    assert np.isnan(game.proven(game.initial(4))).all()
 
 
 def test_a_game_can_be_written(game: Game) -> None:

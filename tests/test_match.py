@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from matrixlib.play.elo import rating
-from matrixlib.play.game import GameRecord, uniform
-from matrixlib.play.match import Choice, Match, Turn, play_pairs, random_openings, random_player, search_player
+from matrixlib.play.game import uniform
+from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.tictactoe.game import TicTacToe, best_moves
@@ -96,12 +96,6 @@ def test_a_match_in_parts_is_the_match_at_once() -> None:
     assert parts[1].games[-1].tags["Round"] == "10.2"
 
 
-def test_a_match_of_many_games_names_their_players() -> None:
-    """More than a byte counts."""
-    match = play_pairs(GAME, random_player(GAME, 1), random_player(GAME, 2), GAME.initial(130), names=("one", "two"))
-    assert [game.players for game in match.games] == [("one", "two"), ("two", "one")] * 130
-
-
 def test_errors_and_limits() -> None:
     def cheat(turn: Turn) -> Choice:
         return Choice(np.zeros(len(turn.states), np.int32))
@@ -136,11 +130,3 @@ def test_chess_games_are_read_back_with_the_same_result() -> None:
             assert record.result == (white if read.board().turn == chess.WHITE else -white)
         assert len(list(read.mainline_moves())) == len(record.moves)
         assert {read.headers["White"], read.headers["Black"]} == {"first", "second"}
-
-
-def test_scores_of_a_match_by_hand() -> None:
-    """Win as first, win as second; loss, draw; draw, loss: 2, 1/2 and 1/2 points."""
-    results = [1, -1, -1, 0, 0, 1]
-    match = Match(tuple(GameRecord(GAME.initial(1), [], float(r)) for r in results))
-    assert match.scores().tolist() == [1, 1, 0, 0.5, 0.5, 0]
-    assert match.pairs().tolist() == [0, 2, 0, 0, 1]

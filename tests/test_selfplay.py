@@ -54,9 +54,12 @@ def replayed(game: Game, trace: Trace) -> float:
     return float(value if len(trace.line) % 2 == 0 else -value)
 
 
-@pytest.mark.parametrize("gumbel", [0, 4])
-def test_every_result_is_that_of_its_own_game(gumbel: int) -> None:
-    traces = list(play_games(GAME, uniform, range(60), OPTIONS, SearchOptions(max_num_considered_actions=gumbel)))
+@pytest.mark.parametrize(("gumbel", "plies"), [(0, (0, 0)), (4, (0, 0)), (0, (2, 4))])
+def test_every_result_is_that_of_its_own_game(gumbel: int, plies: tuple[int, int]) -> None:
+    options = changed(OPTIONS, random_plies=plies)
+    traces = list(play_games(GAME, uniform, range(60), options, SearchOptions(max_num_considered_actions=gumbel)))
+    starts = {int(np.bitwise_count(t.states["ours"][0] | t.states["theirs"][0])) for t in traces}
+    assert starts == set(range(plies[0], plies[1] + 1))
     assert sorted(by_number(traces)) == list(range(60))
     for trace in traces:
         result = replayed(GAME, trace)
@@ -100,14 +103,6 @@ def test_temperature(gumbel: int) -> None:
     assert [len(lines) > 20 for lines in late.values()] == [True]
 
 
-def test_random_plies() -> None:
-    traces = list(play_games(GAME, uniform, range(40), changed(OPTIONS, random_plies=(2, 4))))
-    starts = {int(np.bitwise_count(t.states["ours"][0] | t.states["theirs"][0])) for t in traces}
-    assert starts == {2, 3, 4}
-    for trace in traces:
-        assert trace.result == replayed(GAME, trace)
-
-
 def gloomy(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
     """An evaluator that finds the side lost that does not start the game, whatever happens."""
     prior, _ = uniform(states, moves, offsets)
@@ -134,13 +129,6 @@ def test_resignation_and_the_share_that_plays_on() -> None:
         assert trace.result == replayed(GAME, trace)
         assert trace.wrongly_given_up == (trace.result <= 0)
     assert len({t.wrongly_given_up for t in out}) == 2
-
-
-def test_options_are_checked() -> None:
-    wrong = {"parallel": 0, "resign_below": 0.5, "temperature": -1, "full_share": 0, "random_plies": (3, 2)}
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name):
-            SelfPlayOptions(**{name: value})
 
 
 # --- chess ----------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from positions import hard_positions, random_positions
 from test_stockfish import fake_engine
 
 from matrixlib.play.elo import rating
-from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import Turn, play_pairs, random_player
+from matrixlib.play.search import Evaluator
 from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame

@@ -17,10 +17,9 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import check, write_shard
 from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import Serving, resolve
-from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.match import play_pairs, random_player, search_player
-from matrixlib.play.search import SearchOptions
+from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_games import load_cycle
 from matrixlib.tasks.tictactoe.game import LAYOUT, LINES, UNKNOWN, TicTacToe, best_moves, perfect_player, solve

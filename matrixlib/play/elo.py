@@ -26,7 +26,6 @@ PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair, as the mean of its
 Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
 CONFIDENCE = 0.95  # of intervals
-NORMAL = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 def expected_score(elo: float) -> float:
@@ -41,23 +40,14 @@ def elo_of(score: float) -> float:
     return 400 * math.log10(score / (1 - score))
 
 
-def share_interval(share: float, trials: float, z: float = NORMAL) -> tuple[float, float]:
-    """Bounds of a share of so many independent trials, z standard errors wide (Wilson 1927,
-    https://doi.org/10.1080/01621459.1927.10502953): they stay inside [0, 1] and hold at a share of 0, too."""
-    wide = 1 + z * z / trials
-    centre = (share + z * z / (2 * trials)) / wide
-    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2)) / wide
-    return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
 def rating(pairs: Counts) -> Rating:
     """The rating of the first player, from the results of pairs.
 
-    The interval is Wilson's, for as many decided games as would have the same variance as the pairs; so it stays
-    inside (0, 1) and is of use for few or one-sided games. To the observed variance that of one pair of decided
-    games is added, lest a few equal pairs look like certainty, and since it is an estimate, the quantile is Student's.
-    Of a match that a sequential test has ended the estimate is biased away from 0, for it ends at an extreme.
-    ValueError without pairs.
+    The interval is Wilson's (1927, https://doi.org/10.1080/01621459.1927.10502953), for as many decided games as would
+    have the same variance as the pairs; so it stays inside (0, 1) and is of use for few or one-sided games. To the
+    observed variance that of one pair of decided games is added, lest a few equal pairs look like certainty, and since
+    it is an estimate, the quantile is Student's. Of a match that a sequential test has ended the estimate is biased
+    away from 0, for it ends at an extreme. ValueError without pairs.
     """
     from scipy.stats import t  # takes a second to import
 
@@ -65,17 +55,19 @@ def rating(pairs: Counts) -> Rating:
     n = int(counts.sum())
     score = float(counts @ PAIR_SCORES) / n
     decided = score * (1 - score)  # variance of a decided game
-    spread = float(counts @ (PAIR_SCORES - score) ** 2)
-    variance = (spread + decided / 2) / (n + 1) / n  # of the score
+    variance = (float(counts @ (PAIR_SCORES - score) ** 2) + decided / 2) / (n + 1) / n  # of the score
     effective = decided / variance if decided > 0 else 2.0 * n
-    low, high = share_interval(score, effective, float(t.ppf((1 + CONFIDENCE) / 2, n)))
+    z = float(t.ppf((1 + CONFIDENCE) / 2, n))
+    wide = 1 + z * z / effective
+    centre = (score + z * z / (2 * effective)) / wide
+    half = z * math.sqrt(decided / effective + z * z / (4 * effective**2)) / wide
     sigma = math.sqrt(variance) if variance > 0 else 0.5 / math.sqrt(2 * n)
     return Rating(
         games=2 * n,
         score=score,
         elo=elo_of(score),
-        low=elo_of(low) if score > 0 else -math.inf,
-        high=elo_of(high) if score < 1 else math.inf,
+        low=elo_of(centre - half) if score > 0 else -math.inf,
+        high=elo_of(centre + half) if score < 1 else math.inf,
         superiority=NormalDist().cdf((score - 0.5) / sigma),
     )
 
@@ -97,17 +89,26 @@ def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, 
     for (one, other), pairs in matches.items():
         counts = _counts(pairs)
         n = int(counts.sum())
-        score = np.concatenate([counts[None], rng.multinomial(n, counts / n, samples)]) @ PAIR_SCORES
-        points[:, row[one], row[other]] += 2 * score
-        points[:, row[other], row[one]] += 2 * (n - score)
-    games = points[0] + points[0].T
-    met = games > 0
+        won = np.concatenate([counts[None], rng.multinomial(n, counts / n, samples)]) @ PAIR_SCORES
+        points[:, row[one], row[other]] += 2 * won
+        points[:, row[other], row[one]] += 2 * (n - won)
+    played, score = (points[0] + points[0].T).sum(1), points[0].sum(1)
+    met = points[0] + points[0].T > 0
     if not np.linalg.matrix_power(met + np.eye(len(names)), len(names)).all():
         raise ValueError(f"no chain of matches links all of {', '.join(names)}: they have no common scale")
-    elo = _strengths(points + met)
+    points += met
+    games, strength = points + points.transpose(0, 2, 1), np.ones(points.shape[:2])
+    for _ in range(5000):  # minorisation-maximisation (Hunter 2004)
+        update = points.sum(2) / (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
+        update /= np.exp(np.log(update).mean(1, keepdims=True))
+        converged = np.abs(np.log(update / strength)).max() < 1e-7
+        strength = update
+        if converged:
+            break
+    elo = 400 * np.log10(strength)
     low, high = np.quantile(elo[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    columns = {"games": games.sum(1).astype(int), "score": points[0].sum(1) / games.sum(1)}
-    frame = pd.DataFrame({**columns, "elo": elo[0], "low": low, "high": high}, index=names)
+    columns = {"games": played.astype(int), "score": score / played, "elo": elo[0], "low": low, "high": high}
+    frame = pd.DataFrame(columns, index=names)
     return frame.sort_values("elo", ascending=False)
 
 
@@ -133,20 +134,6 @@ def _likeliest(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
         else:
             high = x
     return np.log(shares / (1 + x * distance))
-
-
-def _strengths(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Elo (B, n), mean 0, from points (B, n, n) of i against j: minorisation-maximisation (Hunter 2004)."""
-    games = points + points.transpose(0, 2, 1)
-    strength = np.ones(points.shape[:2])
-    for _ in range(5000):
-        update = points.sum(2) / (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
-        update /= np.exp(np.log(update).mean(1, keepdims=True))
-        done = np.abs(np.log(update / strength)).max() < 1e-7
-        strength = update
-        if done:
-            break
-    return 400 * np.log10(strength)
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,40 @@ in [-1, 1] for the sides to move). One with an attribute `history` above 0 is al
 MOST_PLIES = 256  # of a principal variation
 
 
-def _longer(array: Any, size: int) -> Any:
-    """The array with room for more."""
-    out = np.empty(size, array.dtype)
-    out[: len(array)] = array
-    return out
-
-
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
     """The ragged rows (N,) to keep."""
     counts = np.diff(offsets)
     return moves[np.repeat(keep, counts)], np.concatenate([[0], counts[keep].cumsum()])
+
+
+class Evaluator:
+    """What a network says of states of its game: an `Evaluate`.
+
+    Priors are the softmax over the legal moves alone; the value is the expected result (win - loss where the head
+    says win, draw and loss) from the side to move. history: plies before a state that the network looks at.
+
+    net: an `engine.network.Network`. Its task's `inputs(states, moves, offsets)` gives the arrays that its `predict`
+    takes, `policy_index` (B, L) among them; where the task has a `history` above 0, `inputs` takes a `Past`, too.
+    """
+
+    def __init__(self, net: Any) -> None:
+        assert not net.training, "the network must be in eval mode"
+        self.net = net
+        self.history: int = getattr(net.task, "history", 0)
+
+    def __call__(
+        self, states: States, moves: Moves, offsets: Offsets, past: Past | None = None
+    ) -> tuple[Values, Values]:
+        """Priors (K,) and values (N,) of states (N,) with their legal moves (K,) at offsets (N + 1,).
+
+        past: what came before; without it a network that looks at it fills it up by its own rule.
+        """
+        if not len(states):
+            return np.empty(0, np.float32), np.empty(0, np.float32)
+        known = () if past is None else (past,)
+        batch = self.net.task.inputs(states, moves, offsets, *known)
+        out = self.net.predict(batch)
+        return np.exp(out["policy"][batch["policy_index"] >= 0]), out["value"]
 
 
 class SearchOptions(Section):
@@ -260,24 +283,18 @@ class Search:
         over = ~np.isnan(self.game.terminal(states, np.diff(offsets)))
         if over.any():
             raise ValueError(f"the game of tree {trees[over.argmax()]} is over: nothing to search, reset the tree")
-        if any(self._only[tree] for tree in trees):
-            moves, offsets = self._considered(trees, moves, offsets)
+        if any(only := [self._only[tree] for tree in trees]):
+            rows = zip(np.split(moves, offsets[1:-1]), only, strict=True)
+            considered = [row[np.isin(row, some)] if some else row for row, some in rows]
+            if not all(len(row) for row in considered):
+                raise ValueError("none of the moves to consider is legal")
+            moves, offsets = np.concatenate(considered), np.cumsum([0, *map(len, considered)])
         p = self.pool
         p.visits[trees], p.total[trees], p.pending[trees], p.child[trees] = 0, 0, 1, -1
         p.low[trees], p.high[trees] = -1, 1
         leaf = np.stack([trees, np.full_like(trees, -1), trees], 1)
         self._add(leaf, states, self.game.key(states), moves, offsets, self._endings(states, moves, offsets))
         self._roots[trees] = self.pool.child[trees]
-
-    def _considered(self, trees: I32, moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
-        """The moves of roots that are to be considered."""
-        rows = [
-            row[np.isin(row, self._only[tree])] if self._only[tree] else row
-            for tree, row in zip(trees, np.split(moves, offsets[1:-1]), strict=True)
-        ]
-        if not all(len(row) for row in rows):
-            raise ValueError("none of the moves to consider is legal")
-        return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
 
     def _prepare(
         self, i: int, tree: int, prior: F32, budget: int, noisy: bool, logits: F64, base: I32, schedule: I32
@@ -361,8 +378,8 @@ class Search:
         p = self.pool
         if nodes > len(p.first_edge) or edges > len(p.move):
             nodes, edges = max(2 * nodes, len(p.first_edge)), max(2 * edges, len(p.move))
-            self.pool = Pool(*(_longer(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
-            self._node_states = _longer(self._node_states, nodes)
+            self.pool = Pool(*(np.resize(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
+            self._node_states = np.resize(self._node_states, nodes)
 
     def _result(self, tree: int, prior: F32, logits: F64, base: I32, done: int) -> SearchResult:
         p, o, edges = self.pool, self.options, self._root_edges(tree)
@@ -403,4 +420,4 @@ class Search:
 
     def _line_from(self, edge: int) -> tuple[int, ...]:
         line = np.zeros(MOST_PLIES, np.int32)
-        return tuple(int(move) for move in line[: kernels.principal_variation(self.pool, edge, line)])
+        return tuple(line[: kernels.principal_variation(self.pool, edge, line)].tolist())

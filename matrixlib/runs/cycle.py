@@ -36,8 +36,8 @@ from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
-from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import random_openings
+from matrixlib.play.search import Evaluator
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs

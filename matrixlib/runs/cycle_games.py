@@ -23,10 +23,9 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import Game, States, Trace, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
-from matrixlib.play.search import SearchOptions
+from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import TASKS, get_task, task_of, validate_config

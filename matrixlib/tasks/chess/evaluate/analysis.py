@@ -9,8 +9,7 @@ import chess
 import chess.pgn
 
 from matrixlib.data.loader import Loader
-from matrixlib.play.evaluator import Evaluator
-from matrixlib.play.search import Search
+from matrixlib.play.search import Evaluator, Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.game import ChessGame, refuse_over

@@ -16,8 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from matrixlib.play.evaluator import Evaluator
-from matrixlib.play.search import Search
+from matrixlib.play.search import Evaluator, Search
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.strength import SEARCH
 from matrixlib.tasks.chess.game import ChessGame, refuse_over

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import numpy as np
 
 from matrixlib.play.elo import Rating, rating
-from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import (
     Choice,
     Match,
@@ -20,7 +19,7 @@ from matrixlib.play.match import (
     random_player,
     search_player,
 )
-from matrixlib.play.search import SearchOptions
+from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import captured_value, move_from_index, policy_index, to_board

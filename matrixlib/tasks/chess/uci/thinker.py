@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import chess
 import numpy as np
 
-from matrixlib.play.evaluator import Evaluator
-from matrixlib.play.search import Search, SearchOptions, SearchResult
+from matrixlib.play.search import Evaluator, Search, SearchOptions, SearchResult
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import before, from_boards, move_from_index, policy_index, reversible
 from matrixlib.tasks.chess.uci import protocol
