@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from matrixlib.runs import figures
-from matrixlib.runs.figures import draw, frame, loss_groups, phases_figure, png, training_figure
+from matrixlib.runs.figures import draw, frame, loss_groups, png, training_figure
 
 HELD_OUT = {"loss": 2.5, "losses": {"policy": 2.0}, "metrics": {"policy/top1": 0.1}}
 
@@ -42,20 +42,6 @@ def test_long_curves_are_drawn_from_means_over_pairs() -> None:
     assert all(len(line.get_xdata()) <= figures.MAX_POINTS for axes in figure.axes for line in axes.get_lines())
     raw = figure.axes[0].get_lines()[0]
     assert (raw.get_xdata() == raw.get_ydata()).all(), "both are averaged alike"
-
-
-def test_phases_are_stacked_to_the_whole_of_an_update() -> None:
-    rows = [row(step, seconds=0.01, times={"forward": 0.002, "backward": 0.005}) for step in range(1, 101)]
-    figure = phases_figure(rows, bins=4)
-    drawn = {patch.get_label(): patch.get_data() for patch in figure.axes[0].patches}
-    assert list(drawn) == ["forward", "backward", "other"]
-    assert list(drawn["backward"].values - drawn["backward"].baseline) == pytest.approx([5.0] * 4)
-    assert list(drawn["other"].values) == pytest.approx([10.0] * 4), "milliseconds of an update"
-    assert list(drawn["other"].edges) == [1, 26, 51, 76, 101]
-    rows[50] |= {"times": {"validation": 5.0}}
-    (axes,) = phases_figure(rows).axes
-    assert axes.get_ylim()[1] == pytest.approx(30), "a validation would flatten all others"
-    assert axes.get_title("right") == "cut off: up to 1,677 ms"
 
 
 def test_each_number_goes_to_its_picture() -> None:

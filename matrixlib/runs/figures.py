@@ -1,12 +1,12 @@
-"""Pictures of a run over its update steps: its curves, and where the time goes.
+"""The curves of a run over its update steps.
 
-`PLOTS` are the curves that the live panel, training.png and the report show: another picture is one entry more.
+`PLOTS` are what the live panel, training.png and the report show: another picture is one entry more.
 """
 
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +17,17 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
 from matrixlib.engine.metrics import flatten, not_finite
-from matrixlib.engine.timing import FIRST_UPDATES, phase_seconds
-from matrixlib.tasks.plotting import RED, above, beside, log, panels, plain, whole
+from matrixlib.engine.timing import FIRST_UPDATES
+from matrixlib.tasks.plotting import RED, above, log, plain, whole
 
 MAX_POINTS = 2000  # per curve
 SMOOTH = 30  # a smooth line is the mean over so manieth part of the points
 APART = 10  # times smaller than the next larger one: a loss that belongs on another axis
 LOSS_AXES = 3  # at most
-TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
 DRAWN = ("loss", "losses", "metrics", "validation", "extra", "learning_rate", "grad_norm", "clip_share", "throughput")
 """What `frame` takes of a row, with marks of rollbacks and phases."""
 HELD_OUT = "validation/"
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -214,32 +212,6 @@ def _draw(axes: Axes, plot: Plot, table: DataFrame, colours: Mapping[str, str]) 
         handles = {str(line.get_label()): line for line in reversed(axes.get_lines())}
         above(axes, [handles[name] for name in names], names, "dots: held-out" if dots else "")
     plot.more(axes, table)
-
-
-def phases_figure(rows: Rows, bins: int = 40) -> Figure:
-    """Milliseconds of an update by phase over the training, stacked: means over equal stretches of updates.
-
-    What is far above the median is cut off, and the title says its height.
-    """
-    figure, (axes,) = panels(size=(9, 3.2))
-    axes.set_ylabel("ms an update")
-    if not rows:
-        return figure
-    seconds = phase_seconds(rows).fillna(0.0)
-    part = np.arange(len(rows)) * min(bins, len(rows)) // len(rows)
-    counts = Series([row.get("updates", 1) for row in rows], seconds.index)
-    heights = 1000 * seconds.groupby(part).sum().div(counts.groupby(part).sum(), axis=0)
-    edges = np.append((seconds.index.to_series() - counts + 1).groupby(part).first(), rows[-1]["step"] + 1)
-    tops = heights.loc[:, heights.any()].cumsum(axis=1)
-    for name, bottom in zip(tops, [0, *tops.columns[:-1]], strict=True):
-        axes.stairs(tops[name], edges, baseline=tops[bottom] if bottom else 0, fill=True, label=name)
-    highest = TALL * tops.iloc[:, -1].median()
-    if tops.max().max() > highest:  # a validation would flatten all others
-        axes.set_ylim(0, highest)
-        axes.set_title(f"cut off: up to {tops.max().max():,.0f} ms", fontsize=7, loc="right")
-    whole(axes)
-    beside(figure)
-    return figure
 
 
 def png(figure: Figure, dpi: int = 100) -> bytes:

@@ -23,7 +23,7 @@ import pandas
 from pandas import DataFrame
 
 from matrixlib import files, progress
-from matrixlib.engine import metrics
+from matrixlib.engine import metrics, timing
 from matrixlib.engine.stats import DECISIONS
 from matrixlib.files import reports_root
 from matrixlib.hardware.runtime import words
@@ -268,7 +268,9 @@ def _pictures(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Section]:
             files.write_bytes(picture, figures.png(figures.training_figure(rows, folder.name)))
         sections.append(("Curves", picture.read_bytes()))
     if timed := [row for row in rows if row.get("times")]:
-        sections.append(("Where the time went", figures.png(figures.phases_figure(timed))))
+        seconds = timing.phase_seconds(timed).sum()
+        table = DataFrame({"seconds": seconds, "share": seconds / seconds.sum()}).round(3)
+        sections.append(("Where the time went", table))
     return sections
 
 
