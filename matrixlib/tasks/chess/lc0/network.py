@@ -25,6 +25,7 @@ from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY, plane_table, sl
 from matrixlib.tasks.chess.lc0.weights import PLANES, Arrays, read
 from matrixlib.tasks.chess.model import PLAY_HEADS, PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_pieces
+from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import ChessTask, device_table, packed_state
 
 PAST = 7  # boards before the newest one
@@ -110,14 +111,12 @@ class Lc0Task(ChessTask):
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
     ) -> dict[str, np.ndarray]:
-        """As a ChessTask's, and what came before each position where it is given: `past` u8 (B, H, 32), `past_state`
-        i16 (B, H, 6) and `known` i16 (B,), see `planes`."""
+        """As a ChessTask's, and what came before each position where it is given, see `planes`."""
         out = super().inputs(rows, index, offset)
-        if past is not None:
-            out["past"] = np.ascontiguousarray(past.states["pieces"])
-            out["past_state"] = packed_state(past.states)
-            out["known"] = past.known.astype(np.int16)
-        return out
+        if past is None:
+            return out
+        pieces, state = np.ascontiguousarray(past.states["pieces"]), packed_state(past.states)
+        return out | {"past": pieces, "past_state": state, "known": past.known.astype(np.int16)}
 
     def build_model(self) -> PolicyValueNet:
         raise ValueError("networks of Lc0 come from their weight files: they are not trained here")
@@ -150,9 +149,9 @@ def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
 def planes(batch: Mapping[str, Tensor]) -> Tensor:
     """Input planes (B, 112, 8, 8) float32 on the device of the batch.
 
-    batch: `pieces` and `state` as for our own networks. With a past also `past` (B, H, 32), `past_state` (B, H, 6), the
-    boards before in the same form, the newest first, each seen from its own side to move, and `known` (B,), how many
-    of them there are.
+    batch: `pieces` and `state` as for our own networks. With a past also `past` u8 (B, H, 32), `past_state` i16
+    (B, H, 6), the boards before in the same form, the newest first, each seen from its own side to move, and `known`
+    i16 (B,), how many of them there are.
 
     Of each board, the newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 whether it had occurred before. 104-107 the
     rights to castle, queen's side before king's, ours before theirs; 108 Black to move; 109 the half-move clock; 111
@@ -212,8 +211,6 @@ def _put_back(boards: Tensor, file: Tensor) -> Tensor:
     return torch.where(stepped & (square == file + chess.A7), THEIR_PAWN, boards)
 
 
-def _start() -> np.ndarray:
-    """Piece classes (64,) at the start of a game."""
-    back = [3, 1, 2, 4, 5, 2, 1, 3]
-    theirs = [6 + piece for piece in back]
-    return np.array([*back, *[PAWN] * 8, *[EMPTY] * 32, *[THEIR_PAWN] * 8, *theirs], np.uint8)
+def _start() -> Tensor:
+    """Piece classes (64,) uint8 at the start of a game."""
+    return unpack_pieces(torch.from_numpy(from_boards([chess.Board()])["pieces"].copy()))[0]
