@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
 
@@ -281,14 +281,6 @@ def presets(folder: Path | None = None) -> list[str]:
     return sorted(path.stem for path in (folder or PARAMS).glob("*.yaml"))
 
 
-def load_shared(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The sections of a preset that every task has: for what needs no task. Raises ConfigError."""
-    data, name = read_preset(preset, overrides)
-    shared = {key: data[key] for key in Config.model_fields if key in data}
-    rows = {key: value for key, value in data.get("data", {}).items() if key in DataConfig.model_fields}
-    return validated(Config, shared | {"data": rows}, name)
-
-
 def read_preset(
     preset: str, overrides: Mapping[str, Any] | None = None, folder: Path = PARAMS
 ) -> tuple[dict[str, Any], str]:
@@ -312,7 +304,29 @@ def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix:
     try:
         return schema.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors(), schema, prefix))) from None
+        errors = error.errors()
+    messages: dict[str, list[str]] = {}
+    got: dict[str, str] = {}
+    for item in errors:
+        section: type[Section] = schema
+        path: list[str] = []
+        for part in map(str, item["loc"]):  # after the key come pydantic's names of a union's alternatives
+            path.append(part)
+            inner: Any = section.model_fields[part].annotation if part in section.model_fields else None
+            if not (isinstance(inner, type) and issubclass(inner, Section)):
+                break
+            section = inner
+        key = prefix + ".".join(path)
+        if item["type"] == "extra_forbidden":
+            known = sorted(section.model_fields)
+            messages[f"unknown key '{key}'{nearest(path[-1], known)} (known: {', '.join(known)})"] = []
+        elif item["type"] == "missing":
+            messages[f"key '{key}' is missing"] = []
+        else:
+            messages.setdefault(f"'{key}': ", []).append(item["msg"].removeprefix("Value error, "))
+            got[f"'{key}': "] = "" if isinstance(item["input"], Mapping) else f", got {_short(item['input'])}"
+    words = [key + " or: ".join(texts) + got.get(key, "") for key, texts in messages.items()]
+    raise ConfigError(f"{name}: {'; '.join(words)}")
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,30 +342,6 @@ def nearest(word: str, known: list[str]) -> str:
     """', did you mean ...?' for a misspelt word, or an empty string."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f", did you mean '{close[0]}'?" if close else ""
-
-
-def _explain(errors: Sequence[Any], schema: type[Section], prefix: str) -> list[str]:
-    """One message a key, in words."""
-    messages: dict[str, list[str]] = {}
-    got: dict[str, str] = {}
-    for item in errors:
-        section, path = schema, list[str]()
-        for part in map(str, item["loc"]):  # after the key come pydantic's names of a union's alternatives
-            path.append(part)
-            inner = section.model_fields[part].annotation if part in section.model_fields else None
-            if not (isinstance(inner, type) and issubclass(inner, Section)):
-                break
-            section = inner
-        key = prefix + ".".join(path)
-        if item["type"] == "extra_forbidden":
-            known = sorted(section.model_fields)
-            messages[f"unknown key '{key}'{nearest(path[-1], known)} (known: {', '.join(known)})"] = []
-        elif item["type"] == "missing":
-            messages[f"key '{key}' is missing"] = []
-        else:
-            messages.setdefault(f"'{key}': ", []).append(item["msg"].removeprefix("Value error, "))
-            got[f"'{key}': "] = "" if isinstance(item["input"], Mapping) else f", got {_short(item['input'])}"
-    return [key + " or: ".join(texts) + got.get(key, "") for key, texts in messages.items()]
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 if TYPE_CHECKING:
-    from filelock import FileLock
+    from filelock import AcquireReturnProxy, FileLock
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent
@@ -95,24 +95,14 @@ def make_folder(folder: Path) -> None:
             raise PermissionError(errno.EACCES, "no folder can be made in it") from error
 
 
-def take(lock: FileLock, refusal: Exception) -> None:
-    """Take a lock that is not waited for: raises `refusal` where another process has it."""
+def exclusive(lock: FileLock, refusal: Exception) -> AcquireReturnProxy:
+    """Take a lock, for a `with` or until its `release`: raises `refusal` at once where another process has it."""
     from filelock import Timeout
 
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         raise refusal from None
-
-
-@contextmanager
-def exclusive(lock: FileLock, refusal: Exception) -> Iterator[None]:
-    """With a lock that is taken as in `take`."""
-    take(lock, refusal)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def read_json(path: Path) -> dict[str, Any]:

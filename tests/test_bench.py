@@ -8,7 +8,11 @@ import pytest
 from cells import definitions, run_notebook
 
 from matrixlib.bench import __main__ as bench
-from matrixlib.bench import updates
+from matrixlib.data.loader import Loader
+from matrixlib.hardware import machine
+from matrixlib.hardware.machine import DeviceFacts, Gpu
+from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks import load_config
 
 NOTEBOOK = definitions("bench")
 
@@ -51,17 +55,25 @@ def test_limits_and_shares_stand_beside_the_figures() -> None:
     assert shown.loc["free"].tolist() == ["4 s", "", "", ""]
 
 
+def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)
+    monkeypatch.setattr(machine, "facts", lambda: DeviceFacts(cores=16, gpu=gpu))
+    assert NOTEBOOK["machine_name"]("cuda") == "nvidia-h200"
+    assert NOTEBOOK["machine_name"]("cpu").endswith("-16-cores")
+
+
 def test_an_update_has_as_many_rows_as_its_work_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(updates.UPDATE_FLOPS, "cpu", 5e8)
-    chosen = updates.chosen_runtime("cpu")
-    update = updates.Update(chosen, "demo", {})
+    monkeypatch.setitem(NOTEBOOK["UPDATE_FLOPS"], "cpu", 5e8)
+    config = load_config("demo", {"runtime": {"device": "cpu"}})
+    chosen = resolve(config.runtime, config.train, config.data)
+    update = NOTEBOOK["Update"](chosen, "demo", {})
     assert update.flops is not None
     assert update.rows * update.flops <= 5e8 < 2 * update.rows * update.flops
-    assert updates.Update(chosen, "demo", {}, rows=8).rows == 8
+    assert NOTEBOOK["Update"](chosen, "demo", {}, rows=8).rows == 8
 
 
 def test_what_was_measured_before_a_failure_is_kept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates.Loader, "records", lambda *_: 1 / 0)
+    monkeypatch.setattr(Loader, "records", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_notebook("bench", device="cpu", only=["updates", "loader"])
     (path,) = (reports / "bench").glob("*/*.json")

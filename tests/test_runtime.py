@@ -12,6 +12,7 @@ from matrixlib import config as configuration
 from matrixlib.hardware import machine, speed
 from matrixlib.hardware.machine import DeviceFacts, Gpu
 from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, select_device, serving, suggest
+from matrixlib.tasks import load_config
 
 # What bf16 gains was measured on processors; of Apple's GPUs it is what is published: no units before the M5.
 H200 = DeviceFacts(cores=16, gpu=Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9))
@@ -81,7 +82,7 @@ def sections(**options: Any) -> tuple[configuration.RuntimeConfig, configuration
     }
     for section in values.values():
         section |= {name: value for name, value in options.items() if name in section}
-    config = configuration.load_shared("demo", values)
+    config = load_config("demo", values)
     return config.runtime, config.train, config.data
 
 
@@ -217,9 +218,9 @@ def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pyte
 def test_another_choice_takes_its_reason_along() -> None:
     runtime = policy(T4, *sections(compile="default"))
     assert runtime.requested == ("compile",)
-    plain = runtime.in_fp32("fp16 gave nonsense").with_choice("compile", "", "slower")
-    assert (plain.dtype, plain.scaler, plain.compile) == ("fp32", False, "")
-    reasons = {"dtype": "fp16 gave nonsense", "scaler": "fp32 needs none", "compile": "slower"}
+    plain = runtime.with_choice("dtype", "fp32", "fp16 gave nonsense").with_choice("compile", "", "slower")
+    assert (plain.dtype, plain.compile) == ("fp32", "")
+    reasons = {"dtype": "fp16 gave nonsense", "compile": "slower"}
     assert plain.reasons == {**runtime.reasons, **reasons}
     assert plain.requested == (), "another choice is not the user's"
 

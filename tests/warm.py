@@ -73,10 +73,10 @@ def measure_once() -> None:
 @functools.cache
 def measured() -> dict[tuple[Any, ...], Any]:
     """What a run measures as it begins on the CPU."""
-    from matrixlib.config import load_shared
     from matrixlib.hardware import runtime, speed
+    from matrixlib.tasks import load_config
 
-    config = load_shared("demo", {"runtime": {"device": "cpu"}})
+    config = load_config("demo", {"runtime": {"device": "cpu"}})
     resolved = runtime.resolve(config.runtime, config.train, config.data)
     speed.matrix_rate(resolved.device, resolved.dtype, resolved.threads)
     return MEASURED
@@ -183,14 +183,17 @@ def _end_with_parent() -> None:
 
 def compile_kernels() -> None:
     """What a training and a search call of numba's functions, into the cache that all processes read, or from it."""
-    from matrixlib.bench.updates import open_loader
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.loader import Loader
     from matrixlib.play.game import uniform
     from matrixlib.play.search import Search, SearchOptions
     from matrixlib.tasks import get_task, load_config
     from matrixlib.tasks.chess.game import ChessGame
 
     for preset, task in (("demo", "chess"), ("latin_demo", "latin")):
-        open_loader(load_config(preset, get_task(task).viewer_overrides), 64).batch(0)
+        spec = get_task(task)
+        config = load_config(preset, spec.viewer_overrides)
+        Loader(Catalogue(spec.folder(config)).shards("train"), spec.layout, 64, 0, spec.task(config).prepare).batch(0)
     tree = Search(ChessGame(), uniform, SearchOptions(), 1)
     tree.reset(0, ChessGame().initial(1))
     tree.run(4)

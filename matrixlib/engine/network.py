@@ -79,7 +79,7 @@ class Network:
             rows = np.minimum(np.arange(size), count - 1)
             batch = {name: array[rows] for name, array in batch.items()}
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-        if self.runtime.pin:
+        if backend.pins(self.runtime.device):
             tensors, _ = backend.pin(tensors)
         tensors = to_device(tensors, self.runtime.torch_device)
         with torch.inference_mode(), self.runtime.autocast():

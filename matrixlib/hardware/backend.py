@@ -6,7 +6,7 @@ place in `DISCRETE`; what it lacks is written down in the function that misses i
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -107,15 +107,11 @@ def utilisation(device: torch.device) -> dict[str, float]:
     """`busy`: share of the last second or so in which the GPU computed, as its driver counts it; {} where nobody tells:
     not on CUDA, without the package nvidia-ml-py, or on a part of a GPU (MIG).
     """
-    if device.type != "cuda":
-        return {}
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
+    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         return {}
     try:
         return {"busy": _module(device).utilization(device) / 100}
-    except (nvml.NVMLError, RuntimeError):
+    except (importlib.import_module("pynvml").NVMLError, RuntimeError):
         return {}
 
 

@@ -6,7 +6,6 @@ torch is imported inside functions.
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -102,13 +101,11 @@ def facts(ranks: int = 1) -> DeviceFacts:
 
 
 def set_waiting_policy() -> None:
-    """Let threads that have done their part of a computation wait for the others in a short loop and then sleep, unless
-    somebody has decided.
+    """Let threads wait for each other in a short loop before they sleep, unless somebody has decided.
 
-    OpenMP's library reads it once, as torch is imported: called by what comes before that (`matrixlib.load`,
-    `open_run`, the command lines), and without effect afterwards. By itself it waits in a loop for milliseconds, which
-    beside a busy program takes its time from the thread that is waited for; sleeping at once takes nearly twice the
-    time of an update on a quiet machine. The threads, and so all bits, stay.
+    OpenMP's library reads it once, as torch is imported, so what comes before that calls it. By default it spins for
+    milliseconds, which a busy program beside it pays for; sleeping at once takes nearly twice the time of an update on
+    a quiet machine. Threads, and so all bits, stay.
     """
     if not os.environ.keys() & set(WAITING):
         os.environ["GOMP_SPINCOUNT"] = "10000"
@@ -141,8 +138,9 @@ def _gpu() -> tuple[Gpu | None, str]:
 def processor(cpuinfo: str | None = None) -> Processor:
     """Describe the processor; `cpuinfo` is the text of /proc/cpuinfo (read where None)."""
     if cpuinfo is None and sys.platform == "darwin":
-        bf16 = _sysctl("hw.optional.arm.FEAT_BF16") == "1"
-        return Processor("Apple", name=_sysctl("machdep.cpu.brand_string"), instructions=("bf16",) if bf16 else ())
+        words = ["sysctl", "-n", "machdep.cpu.brand_string", "hw.optional.arm.FEAT_BF16"]
+        shown = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split("\n")
+        return Processor("Apple", name=shown[0], instructions=("bf16",) if "1" in shown else ())
     first: dict[str, str] = {}
     for line in (_read(Path("/proc/cpuinfo")) if cpuinfo is None else cpuinfo).splitlines():
         key, _, value = line.partition(":")
@@ -154,10 +152,6 @@ def processor(cpuinfo: str | None = None) -> Processor:
         name=first.get("model name", platform.machine()),
         instructions=tuple(flag for flag in INSTRUCTIONS if flag in flags),
     )
-
-
-def _sysctl(name: str) -> str:
-    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def usable_processors() -> list[int]:
@@ -232,15 +226,6 @@ def vcache(vendor: str, caches: list[tuple[int, int]]) -> bool:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
-
-
-def name(device: str = "cpu") -> str:
-    """Folder name of this machine: its GPU, or its processor's model and the cores that may be used."""
-    here = facts()
-    about = processor()
-    family = f" family {about.family}" if about.family else ""
-    words = here.gpu.name if device == "cuda" and here.gpu else f"{about.name}{family} {here.cores} cores"
-    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from matrixlib.config import Count, CountOrZero
-from matrixlib.hardware import backend, machine, speed
+from matrixlib.hardware import machine, speed
 from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from matrixlib.config import DataConfig, RuntimeConfig, TrainConfig
 
 BF16_PAYS = 1.3  # products measured 2.3 (Zen 4) and 8 (AMX) times as fast as in fp32, and 1.0 without units for it
-TF32_CAPABILITY = (8, 0)  # Ampere
+AMPERE = (8, 0)  # compute capability
 MICRO_BATCH = {"cpu": 256, "mps": 256, "cuda": 1024}
 SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
 LINEAR_ROWS = 32_768
 """Rows of a linear layer's input on mps at most. Above, after a pass of another size, gradients come out a thousand
 times too large with the right loss: https://github.com/pytorch/pytorch/issues/177116."""
-LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
-LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
+LOADER = (4, 4)  # workers and prefetch ahead of a GPU
+LOADER_VCACHE = (8, 6)  # the V-Cache rule: a large L3 helps the loader, not the update
 SERVING_SIZES: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)  # rows of a batch without training
 MEASURED = "on two cores of an EPYC"  # where the figures in reasons are from that no measurement at the start gives
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
@@ -68,11 +68,6 @@ class Runtime:
 
         return torch.device(self.device)
 
-    @property
-    def pin(self) -> bool:
-        """Whether host batches should lie in pinned memory, for copies that do not block."""
-        return backend.pins(self.device)
-
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of every forward pass, in training and in evaluation alike."""
         import torch
@@ -105,10 +100,6 @@ class Runtime:
         """The same with another value of one choice, which is not the user's then, and `why` as its reason."""
         others = tuple(other for other in self.requested if other != name)
         return replace(self, **{name: value}, reasons={**self.reasons, name: why}, requested=others)
-
-    def in_fp32(self, why: str) -> Runtime:
-        """The same without autocast and loss scaler."""
-        return self.with_choice("dtype", "fp32", why).with_choice("scaler", False, "fp32 needs none")
 
     def table(self) -> str:
         """Plain text: a line for each choice with its reason."""
@@ -166,18 +157,13 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks:
     facts = machine.facts(ranks)
     device, why = select_device(facts, runtime.device)
     if runtime.precision == "auto" and device != "cuda" and native_bf16(facts, device):
-        facts = _measured(facts, device)
+        try:
+            facts = replace(facts, bf16_gain=speed.bf16_gain(device))
+        except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
+            facts = replace(facts, bf16_problem=str(error).split("\n")[0])
     resolved = policy(facts, runtime, train, data)
     reasons = {**resolved.reasons, "device": f"{why} by MATRIXLIB_DEVICE"}
     return replace(resolved, reasons=reasons) if forced else resolved
-
-
-def _measured(facts: DeviceFacts, device: str) -> DeviceFacts:
-    """With what bf16 gains, or with the reason why an operation in it fails."""
-    try:
-        return replace(facts, bf16_gain=speed.bf16_gain(device))
-    except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
-        return replace(facts, bf16_problem=str(error).split("\n")[0])
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:
@@ -207,12 +193,13 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
     device, _ = found = select_device(facts, runtime.device)
     dtype, why = _dtype(facts, device, runtime.precision)
     scaler = "fp16 loses small gradients unless the loss is scaled", f"{dtype} has the exponents of fp32"
+    tf32 = device == "cuda" and facts.gpu is not None and facts.gpu.capability >= AMPERE and runtime.precision != "fp32"
     suggested = suggest(facts, device)
     choices: dict[str, tuple[Any, str]] = {
         "device": found,
         "dtype": (dtype, why),
         "scaler": (dtype == "fp16", scaler[dtype != "fp16"]),
-        "tf32": _tf32(facts, device, runtime.precision),
+        "tf32": (tf32, "from Ampere on, for what autocast leaves in fp32, unless precision is fp32"),
         "channels_last": _channels_last(device, runtime.channels_last),
         "compile": compile_mode(device, runtime.compile),
         **suggested,
@@ -249,14 +236,14 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
     threads = f"cores that this process may use: {facts.cores}"
     if facts.threads < facts.cores:
         threads += f", limited by OMP_NUM_THREADS={facts.thread_limit}"
-    rule, extra = (LOADER_VCACHE, " (V-Cache rule)") if facts.vcache else (LOADER, "")
+    (most, ahead), extra = (LOADER_VCACHE, " (V-Cache rule)") if facts.vcache else (LOADER, "")
     workers = (1, "one process can prepare batches several times as fast as such a device trains on them")
     prefetch = (2, "updates made ahead by each worker")
     if facts.platform == "darwin":
         workers = (0, "loader processes can deadlock on macOS, and one core prepares enough")
     elif device == "cuda" and facts.cores > 1:
-        workers = (min(rule["workers"], facts.cores - 1), f"one core is left to feed the GPU{extra}")
-        prefetch = (rule["prefetch"], f"{prefetch[1]}{extra}")
+        workers = (min(most, facts.cores - 1), f"one core is left to feed the GPU{extra}")
+        prefetch = (ahead, f"{prefetch[1]}{extra}")
     elif facts.cores <= 2:
         workers = (0, "the loader is far faster than the model, and would take one of so few cores")
     micro_batch = (MICRO_BATCH[device], "a start; a run on CUDA begins with all rows")
@@ -319,14 +306,6 @@ def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
     product, convolution = facts.bf16_gain
     why = f"in bf16 a matrix product is {product:.1f} and a convolution {convolution:.1f} times as fast as in fp32"
     return "bf16" if product >= BF16_PAYS and convolution >= 1 else "fp32", why
-
-
-def _tf32(facts: DeviceFacts, device: str, precision: str) -> tuple[bool, str]:
-    if device != "cuda" or facts.gpu is None:
-        return False, "CUDA alone has it"
-    if facts.gpu.capability < TF32_CAPABILITY:
-        return False, "the GPU is older than Ampere"
-    return precision != "fp32", "fp32 was asked for" if precision == "fp32" else "for what autocast leaves in fp32"
 
 
 def _channels_last(device: str, option: bool | str) -> tuple[bool, str]:

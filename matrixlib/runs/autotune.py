@@ -77,7 +77,7 @@ def agreeing(
             )
         why = f"{value} was tried and is wrong here: {trial.problem}"
         if name == "dtype":
-            runtime = runtime.in_fp32(why)
+            runtime = runtime.with_choice("dtype", "fp32", why).with_choice("scaler", False, "fp32 needs none")
         else:
             options = requested.runtime.model_copy(update={"device": "cpu"})
             runtime = runtimes.resolve(options, requested.train, requested.data).with_choice("device", "cpu", why)

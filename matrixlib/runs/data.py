@@ -15,6 +15,7 @@ from matrixlib.data.order import RankSlice
 from matrixlib.data.reader import WHOLE, Sidecars, kept_rows
 from matrixlib.data.shards import concat, write_shard
 from matrixlib.engine.parts import Parts
+from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class RunData:
         return {
             "workers": self.runtime.workers,
             "prefetch": self.runtime.prefetch,
-            "pin": self.runtime.pin,
+            "pin": backend.pins(self.runtime.device),
             "timeout": self.config.data.timeout,
             "on_damage": partial(self._damaged, split),
             "on_loss": self._say,

@@ -337,7 +337,7 @@ def _hold(lock: FileLock, name: str) -> bool:
     """Take a run's lock; False where this process has it already. RunError where another process has."""
     if lock.is_locked:
         return False
-    files.take(lock, RunError(f"run '{name}' is being written by another process; wait for it or name another"))
+    files.exclusive(lock, RunError(f"run '{name}' is being written by another process; wait for it or name another"))
     return True
 
 

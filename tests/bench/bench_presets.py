@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (1, 2)]
 
 ROWS = 256
 LARGE_DATA = {"latin_full"}  # its squares alone take an hour to make
@@ -21,14 +21,16 @@ TARGET = Path(__file__).resolve().parents[1] / "golden" / "presets.json"
 def measure(preset: str) -> dict[str, float]:
     """Figures of one preset, in this process."""
     import torch
+    from cells import definitions
 
-    from matrixlib.bench.updates import Update, chosen_runtime
     from matrixlib.engine.memory import usage
+    from matrixlib.hardware.runtime import resolve
     from matrixlib.hardware.speed import turns
     from matrixlib.tasks import get_task, load_config
 
     config = load_config(preset)
-    update = Update(chosen_runtime("cpu"), preset, {}, rows=min(config.train.batch_size, ROWS))
+    runtime = resolve(config.runtime.model_copy(update={"device": "cpu"}), config.train, config.data)
+    update = definitions("bench")["Update"](runtime, preset, {}, rows=min(config.train.batch_size, ROWS))
     seconds = turns({"": update}, 0.0)[""]
     model = get_task(config.task).task(config).build_model()
     return {
@@ -39,15 +41,19 @@ def measure(preset: str) -> dict[str, float]:
 
 
 def main(names: list[str]) -> None:
+    from cells import definitions
+
     from matrixlib import config
-    from matrixlib.hardware import machine
 
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
     for name in names or [name for name in config.presets() if name not in LARGE_DATA]:
         done = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True)
         record["presets"][name] = json.loads(done.stdout.splitlines()[-1])
         print(name, record["presets"][name], flush=True)
-    record["machine"], record["date"] = (machine.name(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+    record["machine"], record["date"] = (
+        definitions("bench")["machine_name"]("cpu"),
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    )
     TARGET.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from matrixlib import config as configuration
-from matrixlib.bench.updates import open_loader
 from matrixlib.config import Config
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch
 from matrixlib.hardware import machine
@@ -74,7 +75,9 @@ def step_of(config: Config, model: Any = None) -> Step:
 
 def batches_of(config: Config, count: int = 1) -> list[Batch]:
     """The first batches of its training, pinned for a card."""
-    loader = open_loader(config, config.train.batch_size, pin=config.runtime.device == "cuda")
+    spec, pin = get_task(config.task), config.runtime.device == "cuda"
+    shards = Catalogue(spec.folder(config)).shards("train")
+    loader = Loader(shards, spec.layout, config.train.batch_size, config.seed, spec.task(config).prepare, pin=pin)
     return list(loader.batches(0, count))
 
 
