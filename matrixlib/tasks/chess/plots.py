@@ -11,12 +11,18 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from numpy.typing import NDArray
+from torch import Tensor
+
+from matrixlib.tasks.chess.planes import unpack_maps
+from matrixlib.tasks.chess.records import move_from_index
+from matrixlib.tasks.chess.task import boards_of
 
 if TYPE_CHECKING:
     from IPython.display import HTML
 
 CLASSES = {"piece": [*"PNBRQKpnbrqk", "."], "control": ["theirs", "even", "ours"]}
 COLOURS = {"piece": "tab20", "control": "RdYlGn"}  # of classes; of probabilities, PROBABLE
+HIDDEN = "#3a6ea5"  # of squares that the piece head has to guess
 PROBABLE = "Oranges"  # white where nothing is, so that the pieces are seen
 ARROWS = 5
 SIZE = 220  # pixels of a board
@@ -79,6 +85,26 @@ def position_boards(
     cards = [Card(board, title, shares) for title, shares in moves.items()]
     cards += [Card(board, head, fill=map_fill(head, values), note=map_note(head)) for head, values in maps.items()]
     return boards(cards, heading=heading)
+
+
+def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
+    """The first rows of a prepared batch: the policy target as arrows, below it its best moves and win-draw-loss;
+    squares that the piece head has to guess are blue."""
+    part = {name: tensor[:rows].cpu() for name, tensor in batch.items()}
+    cards = []
+    for row, board in enumerate(boards_of(part)):
+        targets = zip(part["policy_index"][row].tolist(), part["policy_weight"][row].tolist(), strict=True)
+        moves = {move_from_index(index, board).uci(): share for index, share in targets if share > 0}
+        best = sorted(moves, key=moves.__getitem__, reverse=True)[:3]
+        policy = ", ".join(f"{board.san(chess.Move.from_uci(uci))} {moves[uci]:.0%}" for uci in best)
+        hidden = unpack_maps(part["hidden"][row : row + 1])[0].flatten().nonzero()[:, 0] if "hidden" in part else ()
+        squares = [int(square) if board.turn else chess.square_mirror(int(square)) for square in hidden]
+        wdl = part["wdl"][row].tolist()
+        value = "win {:.0%}, draw {:.0%}, loss {:.0%}".format(*wdl) if sum(wdl) else "no value target"
+        side = "White" if board.turn else "Black"
+        note = f"{side}: {policy or 'no policy target'}<br>{value}"
+        cards.append(Card(board, moves=moves, fill=dict.fromkeys(squares, HIDDEN), note=note))
+    return boards(cards)
 
 
 def map_fill(head: str, values: NDArray[Any], squares: NDArray[np.bool_] | None = None) -> dict[int, str]:

@@ -111,7 +111,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
         """Boards with their targets."""
-        from matrixlib.tasks.chess.boards import batch_boards
+        from matrixlib.tasks.chess.plots import batch_boards
 
         return batch_boards(batch, rows)
 
