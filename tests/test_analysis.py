@@ -7,7 +7,7 @@ import chess
 import numpy as np
 import pytest
 from cells import definitions
-from networks import MATRIX0, material_net, random_net
+from networks import material_net, random_net
 
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
@@ -49,22 +49,6 @@ def test_arrows_and_maps_lie_on_the_real_board() -> None:
     assert shown.count("<line") == 1
     assert "a &lt; b" in shown
     assert all(name in shown for name in ("#white-queen", "#black-knight", 'id="white-queen"'))
-
-
-def test_colours_say_what_they_mean() -> None:
-    words, colours = zip(*plots.colour_key("control"), strict=True)
-    assert words == ("theirs", "even", "ours")
-    assert plots.square_colours("control", np.array([0, 1, 2])) == list(colours)
-    assert [word for word, _ in plots.colour_key("threat")] == ["0%", "50%", "100%"]
-    assert len(set(plots.square_colours("piece", np.arange(13)))) == 13
-
-
-def test_a_mate_is_seen_by_the_search() -> None:
-    result = analysis.analyse(random_net(**MATRIX0), MATE, 30)
-    assert result.search is not None
-    assert (result.search.value, result.line) == (1.0, ("Rd8#",))
-    assert "mate 1" in str(result)
-    assert "win" not in str(result), "a scalar head says no win, draw and loss"
 
 
 def test_what_is_no_position_to_analyse_is_named() -> None:
@@ -148,14 +132,3 @@ def test_held_out_positions_have_the_teachers_moves() -> None:
     for one in held_out.positions:
         assert sum(one.moves.values()) == pytest.approx(1)
         assert {chess.Move.from_uci(move) for move in one.moves} <= set(one.board.legal_moves)
-
-
-def test_a_policy_that_is_none_over_the_legal_moves_fails_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "game.pgn").write_text("1. e4 *\n")
-    game, net = analysis.game_viewer(tmp_path / "game.pgn"), random_net()
-    evaluations = list(net.evaluate_boards([one.board for one in game.positions]))
-    evaluations[0].moves.popitem()
-    monkeypatch.setattr(net, "evaluate_boards", lambda boards: iter(evaluations))
-    assert not game.check(net)[1]

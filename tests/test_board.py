@@ -5,16 +5,14 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import chess
 import chess.pgn
 import pytest
-from networks import CPU, material_net, random_net
+from networks import material_net, random_net
 
-from matrixlib.engine.network import Network
-from matrixlib.hardware.runtime import resolve
-from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.board.session import Page, Session
 
 MATE = "r1bqkbnr/pppp1ppp/2n5/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4"  # Qxf7
@@ -24,13 +22,6 @@ PROMOTION = "8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"
 @pytest.fixture(scope="module")
 def net() -> Any:
     return random_net(ssl=["threat", "control"])
-
-
-def latin_net() -> Network:
-    settings = load_config("latin_demo", {"runtime": CPU})
-    spec = get_task("latin")
-    runtime = resolve(settings.runtime, settings.train, settings.data)
-    return spec.network(spec.task(settings).build_model(), settings, runtime)
 
 
 def session(net: Any, **options: Any) -> Session:
@@ -58,12 +49,6 @@ def test_a_game_follows_the_rules_and_comes_back_from_its_pgn(net: Any) -> None:
     assert read_back.end().board().fen() == game.board.fen()
     assert len(game.course()) == 7
     assert all(sum(chances) == pytest.approx(1, abs=1e-3) for chances in game.course())
-
-
-def test_chances_are_whites_whoever_is_to_move() -> None:
-    for start in ("4k3/8/8/8/8/8/8/QQ2K3 w - - 0 1", "4k3/8/8/8/8/8/8/QQ2K3 b - - 0 1"):
-        ((white, _, black),) = session(material_net(), start=start, side="white").course()
-        assert white > 0.9 > black
 
 
 @pytest.mark.parametrize("uci", ["e2e5", "e7e5", "0000", "e2"])
@@ -177,8 +162,9 @@ def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:
 
 
 def test_a_network_of_another_task_is_refused() -> None:
+    net: Any = SimpleNamespace(task=SimpleNamespace(config=SimpleNamespace(task="latin")))
     with pytest.raises(ValueError, match="'mine' is a network of latin, and this is a game of chess"):
-        Session(latin_net(), "mine")  # type: ignore[arg-type]
+        Session(net, "mine")
 
 
 @pytest.mark.parametrize(
@@ -267,16 +253,6 @@ def test_a_second_page_of_a_game_ends_the_thinking_of_the_first_unless_it_is_clo
     game.handle({"kind": "resign"}, second)
     assert not thread.is_alive()
     assert not first.pages[-1]["thinking"], "and its page knows"
-
-
-def test_a_search_at_ones_own_move_is_ended_by_pressing_again(net: Any) -> None:
-    visitor = Visitor()
-    game = Session(net, simulations=0, seconds=3600)
-    game.handle({"kind": "search"}, visitor)
-    assert visitor.pages[-1]["status"].startswith("searching")
-    game.handle({"kind": "search"}, visitor)
-    assert (visitor.pages[-1]["status"], visitor.pages[-1]["thinking"]) == ("your move", False)
-    assert all(one.name != "board" for one in threading.enumerate())
 
 
 @pytest.mark.parametrize(("typed", "wanted"), [("1e3", 1000), ("1.5", "a whole number, not 1.5"), ("", 0)])

@@ -113,14 +113,6 @@ def test_a_search_solves_more_with_more_simulations() -> None:
         puzzles.searcher(random_net(), 8)([fork, drawn])
 
 
-def test_the_search_is_cut_into_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    boards = [chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()] * 2
-    net = random_net()
-    whole = puzzles.searcher(net, 20)(boards)
-    monkeypatch.setattr(puzzles, "MAX_SIMULATIONS", 40)
-    assert puzzles.searcher(net, 20)(boards) == whole
-
-
 def test_many_trees_are_searched_one_leaf_at_a_time() -> None:
     """Virtual loss costs strength: of 300 puzzles maia-1900 solves 65 % at 16 simulations, with 8 leaves 60 %."""
     net, sizes = random_net(), list[int]()
@@ -163,13 +155,6 @@ def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> Non
             path.write_bytes(path.read_bytes()[:-3])
             with pytest.raises(ValueError, match=f"{path.name}: damaged or cut short"):
                 read(path)
-
-
-def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
-    path = tmp_path / "puzzles.csv"
-    path.write_text(f"FEN,Moves,Rating,Themes\n{chess.STARTING_FEN},e2e4 e7e5 g1f3 b8c6,1500,opening short\n")
-    (result,) = puzzles.read_puzzles(path)
-    assert ([move.uci() for move in result.line], result.themes) == (["e7e5", "g1f3", "b8c6"], ("opening", "short"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A trained network for use: loading a run, evaluating positions, Black's perspective, errors."""
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,13 +202,6 @@ def test_the_compiler_is_not_blamed_for_what_fails_later_or_for_lack_of_memory(
         net.predict(packed(plain, 4))
     with pytest.raises(error, match="no room"):
         net.predict(packed(plain, 4))
-
-
-def test_compiled_networks_are_kept_where_a_restart_leaves_them(
-    monkeypatch: pytest.MonkeyPatch, compiler_cache: Path
-) -> None:
-    traced(monkeypatch, (4,))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(compiler_cache)
 
 
 @pytest.mark.parametrize("fen", ["not a position", "8/8/8/8/8/8/8/8 w - - 0 1", "rnbqkbnr/8/8/8/8/8/8/8 w - - 0 1"])

@@ -1,6 +1,5 @@
 """UCI as text: limits, positions, time for a move, scores; nothing that comes in breaks the readers."""
 
-import contextlib
 import math
 
 import chess
@@ -38,19 +37,6 @@ def test_limits(text: str, limits: Go) -> None:
     assert parse_go(text.split()) == limits
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("nodes", "needs a number"),
-        ("nodes many", "needs a number, not 'many'"),
-        ("nodes 1" + 30 * "0", "needs a number"),
-    ],
-)
-def test_limits_that_are_none(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_go(text.split())
-
-
 def test_positions() -> None:
     board = parse_position(["startpos", "moves", "e2e4", "e7e5", "g1f3"])
     assert board.fen() == "rnbqkbnr/pppp1ppp/8/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R b KQkq - 1 2"
@@ -86,18 +72,6 @@ def test_positions_that_are_none(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_position(text.split())
     assert caught.type is ValueError, "which notebooks show in one line"
-
-
-def test_a_move_that_is_no_text_is_named() -> None:
-    with pytest.raises(ValueError, match="'7'"):
-        protocol.legal_move(chess.Board(), 7)
-
-
-@given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), max_size=12))
-def test_garbage_is_refused_and_nothing_else_happens(words: list[str]) -> None:
-    for reader in (parse_go, parse_position):
-        with contextlib.suppress(ValueError):
-            reader(words)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +129,6 @@ def test_the_clock_never_runs_out(left: int, movetime: int, increment: int, move
 )
 def test_simulations(go: Go, most: int, simulations: float) -> None:
     assert simulations_for(go, chess.BLACK, most) == simulations
-
-
-def test_a_depth_is_reached_with_its_simulations() -> None:
-    assert [protocol.depth_of(n) for n in (0, 1, 15, 16, 255, 256)] == [0, 0, 0, 1, 4, 5]
-    for depth in range(1, 20):
-        assert protocol.depth_of(int(simulations_for(Go(depth=depth), chess.WHITE, 0))) == depth
 
 
 @given(st.floats(-1, 1))

@@ -163,15 +163,6 @@ def test_calibrating_anew_finds_slope_and_offset_on_other_positions() -> None:
     assert contrary == pytest.approx(CELLS["prior_nats"](heads[2], truth).mean(), rel=1e-3)
 
 
-def test_standard_errors_take_a_positions_squares_together() -> None:
-    """Forty positions of 64 equal squares are forty numbers, not 2,560."""
-    values = np.repeat(rng(3).normal(size=40), 64).reshape(40, 8, 8)
-    mean, error = CELLS["mean_and_error"](values, np.ones((40, 8, 8), bool))
-    rows = values[:, 0, 0]
-    assert mean == pytest.approx(rows.mean())
-    assert error == pytest.approx(rows.std(ddof=1) / math.sqrt(40))
-
-
 def test_mistaken_targets_are_what_their_names_say() -> None:
     """Matrix0's pawns, seen from both sides; test_ssl_targets.py holds the exact targets against the fast core."""
     alternatives, copy = CELLS["alternatives"], CELLS["COPY"]

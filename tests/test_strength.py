@@ -1,8 +1,6 @@
 """A network in a search says what `Net.evaluate` says; players made of it, fixed ones and engines; matches."""
 
 import itertools
-import os
-from pathlib import Path
 from typing import Any
 
 import chess
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 from networks import MATRIX0, material_net, random_net
 from positions import hard_positions, random_positions
-from test_stockfish import fake_engine
 
 from matrixlib.play.elo import rating
 from matrixlib.play.match import Turn, play_pairs, random_player
@@ -19,7 +16,8 @@ from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index, to_board
-from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
+from matrixlib.tasks.chess.stockfish.client import Stockfish
+from matrixlib.tasks.chess.uci.protocol import read_position
 
 GAME = ChessGame()
 MATES = (
@@ -152,54 +150,38 @@ def test_material_beats_a_random_player_and_every_pair_meets() -> None:
     assert rating(matches["network 32", "random"].pairs()).score >= 0.5
 
 
-def test_in_a_tournament_everybody_meets_everybody_once() -> None:
-    net = material_net()
-    matches = strength.gauntlet(net, [2, 4], games=2, plies=2, opponents={"rival": net}, tournament=True)
-    names = [frozenset(pair) for pair in dict(matches)]
-    players = {"network 2", "network 4", "random", "best capture", "rival 2", "rival 4"}
-    assert set(names) == {frozenset(pair) for pair in itertools.combinations(players, 2)}
-    assert len(names) == len(set(names)) == 15
+class Limited:
+    """An engine that plays the last move by name, or the first one under its own limit."""
+
+    def __init__(self, hash_mb: int, options: dict[str, Any]) -> None:
+        assert options["UCI_LimitStrength"] is True
+        self.place = -1 if options["UCI_Elo"] == 1350 else 0
+
+    def __enter__(self) -> "Limited":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def new_game(self) -> None: ...
+
+    def best_move(self, position: str, limit: str) -> str:
+        assert limit == "nodes 50"
+        return sorted(move.uci() for move in read_position(position).legal_moves)[self.place]
 
 
-LIMITED = """
-import chess
-board, options = chess.Board(), {}
-for line in sys.stdin:
-    word, *rest = line.split()
-    if word == "uci":
-        print("id name Fake 1\\noption name UCI_ShowWDL type check default false")
-        print("option name UCI_LimitStrength type check default false")
-        print("option name UCI_Elo type spin default 1320 min 1320 max 3190\\nuciok", flush=True)
-    elif word == "setoption": options[rest[1]] = rest[3]
-    elif word == "isready": print("readyok", flush=True)
-    elif word == "position":
-        start, _, moves = " ".join(rest[1:]).partition(" moves ")
-        board = chess.Board(start)
-        for uci in moves.split(): board.push_uci(uci)
-    elif word == "go":
-        assert rest == ["nodes", "50"]
-        best, *_, worst = sorted(move.uci() for move in board.legal_moves) * 2
-        limited = options.get("UCI_LimitStrength") == "true" and options["UCI_Elo"] == "1350"
-        print(f"info depth 1 multipv 1 score cp 0 nodes 50 pv {best}")
-        print(f"bestmove {worst if limited else best}", flush=True)
-"""
-
-
-def test_stockfish_is_met_at_its_elo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is limited to the Elo under whose name it plays, and plays its weaker move, not its best line's."""
-    fake_engine(tmp_path, LIMITED).rename(tmp_path / "stockfish")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    matches = dict(strength.gauntlet(material_net(), [2], games=2, engine_elo=[1350, 1400], engine_nodes=50, plies=20))
+def test_stockfish_is_met_at_its_elo_and_in_a_tournament_everybody_meets_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is limited to the Elo under whose name it plays."""
+    monkeypatch.setattr(strength, "Stockfish", Limited)
+    options: dict[str, Any] = {"games": 2, "engine_elo": [1350, 1400], "engine_nodes": 50, "plies": 8}
+    matches = dict(strength.gauntlet(material_net(), [2], tournament=True, **options))
+    players = {"network 2", "random", "best capture", "Stockfish 1350", "Stockfish 1400"}
+    assert {frozenset(pair) for pair in matches} == {frozenset(pair) for pair in itertools.combinations(players, 2)}
     for elo, place in ((1350, -1), (1400, 0)):
-        name, count = f"Stockfish {elo}", 0
+        name = f"Stockfish {elo}"
         for game in matches["network 2", name].games:
             board = to_board(game.start)
             for index in game.moves:
                 move = move_from_index(index, board)
                 if game.players[not board.turn] == name:
                     assert move.uci() == sorted(one.uci() for one in board.legal_moves)[place]
-                    count += 1
                 board.push(move)
-        assert count >= 10
-    with pytest.raises(EngineError, match="Fake 1 refuses UCI_Elo 1: it has spin default 1320 min 1320 max 3190"):
-        next(strength.gauntlet(material_net(), [2], games=2, engine_elo=[1]))

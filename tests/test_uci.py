@@ -8,9 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import chess
@@ -123,12 +121,6 @@ def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dial
         board.push_uci(move)
 
 
-def test_variations_are_different_and_ranked(engine: Dialogue) -> None:
-    lines = infos(engine.ask("setoption name MultiPV value 3", "go nodes 200", until="bestmove"))[-3:]
-    assert [line.split("multipv ")[1][0] for line in lines] == ["1", "2", "3"]
-    assert len({line.split(" pv ")[1].split()[0] for line in lines}) == 3
-
-
 def test_win_draw_and_loss_are_shown_where_the_network_says_them(engine: Dialogue) -> None:
     plain = infos(engine.ask("go nodes 20", until="bestmove"))
     assert " wdl " not in plain[-1]
@@ -208,11 +200,6 @@ def test_the_tree_is_kept_from_move_to_move(engine: Dialogue, monkeypatch: pytes
     assert len(resets) == 5, "another game, a new game, chosen moves, all moves again"
 
 
-def test_only_the_chosen_moves_are_searched(engine: Dialogue) -> None:
-    for moves in (["a2a3"], ["h2h3", "b1a3"]):
-        assert engine.best("startpos", f"nodes 40 searchmoves {' '.join(moves)}") in moves
-
-
 def test_an_infinite_search_answers_ready_and_ends_at_stop_alone(engine: Dialogue) -> None:
     engine.ask("position startpos", "go infinite", until="info depth 3")
     engine.ask("isready", until="readyok")
@@ -236,20 +223,6 @@ def test_an_end_behind_a_waiting_search_is_not_lost(end: str | None) -> None:
     assert not dialogue.thread.is_alive()
     said = [dialogue.answers.get() for _ in range(dialogue.answers.qsize())]
     assert sum(line.startswith("bestmove") for line in said) == 3
-
-
-def test_each_search_that_is_stopped_answers(engine: Dialogue) -> None:
-    engine.ask("position startpos", "go infinite", until="info depth 1")
-    engine.ask("stop", "go infinite", "stop", until="bestmove")
-    engine.ask(until="bestmove")
-    assert " nodes 20 " in infos(engine.ask("go nodes 20", until="bestmove"))[-1], "the next one is its own"
-
-
-@pytest.mark.parametrize("go", ["nodes 20 quickly", "ponder nodes 20", "searchmoves e2e4 at once nodes 20"])
-def test_unknown_words_do_not_keep_it_from_searching(engine: Dialogue, go: str) -> None:
-    lines = engine.ask("position startpos", f"go {go}", until="bestmove")
-    assert " nodes 20 " in infos(lines)[-1]
-    assert not refused(lines)
 
 
 @pytest.mark.parametrize(
@@ -420,12 +393,6 @@ def test_what_cannot_be_loaded_is_named(run: Path, tmp_path: Path) -> None:
     assert b"info string" in done.stdout.splitlines()[-1]
     with pytest.raises(SystemExit):
         uci.main(["--checkpoint", str(run), "--simulations", "-1"])
-
-
-def test_the_script_of_the_package_is_there() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    module, _, name = scripts["matrixlib-uci"].partition(":")
-    assert getattr(import_module(module), name) is uci.main
 
 
 def test_without_a_name_the_training_that_ended_last_plays(
