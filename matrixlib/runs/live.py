@@ -44,7 +44,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         self._step = self._first = self._rows[-1]["step"] if self._rows else 0
         self._next = self._redraw = 0.0
         self._lines = LinePace(self._began, self._began)
-        self._closed = self._in_sight = False
+        self._in_sight = False
         self._figure = Figure(figsize=(10, 5.6))
         self._handle: Any = None
         if self._live:
@@ -81,11 +81,8 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         """What is drawn (`figures.frame`)."""
         return figures.frame(self._rows)
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Show the final picture: in place of the panel, or as an output of a headless notebook."""
-        if self._closed:
-            return
-        self._closed = True
         if not self._live and not in_notebook():
             return
         from IPython.display import Image, display
@@ -96,9 +93,6 @@ class LivePlot(AbstractContextManager["LivePlot"]):
             self._box.close()
         else:
             display(image)
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _open(self) -> None:
         import ipywidgets as widgets
@@ -128,7 +122,6 @@ class LivePlot(AbstractContextManager["LivePlot"]):
 
 def _line(row: Mapping[str, Any]) -> str:
     """One update's losses and own numbers, learning rate and throughput."""
-    values = " ".join(
-        f"{name} {value:.3f}" for name, value in metrics.flatten({**row["losses"], **row.get("extra", {})})
-    )
+    numbers = metrics.flatten({**row["losses"], **row.get("extra", {})})
+    values = " ".join(f"{name} {value:.3f}" for name, value in numbers)
     return f"{values} | learning rate {row['learning_rate']:.2g} | {row['throughput']:,.0f} positions/s"

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas
 from pandas import DataFrame
@@ -30,9 +30,6 @@ from matrixlib.hardware.runtime import words
 from matrixlib.runs import figures, watch
 
 MAX_MESSAGES = 20  # in a report of each kind: what was decided, and the latest of the others
-T = TypeVar("T")
-COLOURS = {"PASS": "pass"} | dict.fromkeys(("FAIL", "halted", "failed", "stalled", "gone"), "fail")
-"""Outcome -> CSS class; of all others it is `open`."""
 FACTS = {
     "steps": "updates",
     "positions": "positions",
@@ -196,7 +193,7 @@ def _page(title: str, **content: Any) -> str:
 
     pages = Environment(loader=PackageLoader("matrixlib.runs"), autoescape=True)
     pages.filters |= {"base64": lambda data: base64.b64encode(data).decode(), "text": _text}
-    return pages.get_template("page.html").render(title=title, time=files.utc_now(), colours=COLOURS, **content)
+    return pages.get_template("page.html").render(title=title, time=files.utc_now(), **content)
 
 
 def _executed_notebook(folder: Path) -> str:
@@ -248,7 +245,7 @@ def _number(name: str, value: Any) -> str:
 # What a run's folder holds
 
 
-def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | None:
+def _read(path: Path, problems: list[str], read: Callable[[Path], Any]) -> Any:
     """What a file holds; None where it is missing or damaged, which is then a problem."""
     try:
         return read(path.resolve(strict=True))
