@@ -22,7 +22,6 @@ from matrixlib.runs.record import runtime_config
 if TYPE_CHECKING:
     from matrixlib.engine.task import Batch, Task
 
-ISSUE = "pytorch issue 177116"
 WARMUP_UPDATES, MIN_UPDATES, MAX_UPDATES, FIT_SECONDS = 4, 5, 100, 5.0
 """Updates that are not timed, and how many are, within about so many seconds."""
 MIN_STEPS = 20
@@ -45,7 +44,7 @@ def settle(data: RunData, requested: Config) -> RunData:
         runtime = runtime.with_choice("micro_batch", size, "the whole update; halved where memory runs out")
     most = max(1, runtimes.LINEAR_ROWS // linear_rows) if runtime.device == "mps" and linear_rows else 0
     if most and runtime.micro_batch > most:
-        why = f"with more than {runtimes.LINEAR_ROWS:,} rows of a linear layer mps makes wrong gradients ({ISSUE})"
+        why = f"above {runtimes.LINEAR_ROWS:,} rows of a linear layer mps makes wrong gradients (pytorch issue 177116)"
         messages.append(f"train.micro_batch: {runtime.micro_batch} -> {most}: {why}")
         runtime = runtime.with_choice("micro_batch", most, why)
     data.messages.extend(messages)

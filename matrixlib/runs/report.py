@@ -72,7 +72,15 @@ def write_report(run_folder: Path) -> Path:
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")) or ""
-        sections += _pictures(folder, rows)
+        if rows:
+            picture, log = folder / "training.png", folder / "metrics.jsonl"
+            if not picture.exists() or picture.stat().st_mtime_ns < log.stat().st_mtime_ns:
+                files.write_bytes(picture, figures.png(figures.training_figure(rows, folder.name)))
+            sections.append(("Curves", picture.read_bytes()))
+        if timed := [row for row in rows if row.get("times")]:
+            seconds = timing.phase_seconds(timed).sum()
+            table = DataFrame({"seconds": seconds, "share": seconds / seconds.sum()}).round(3)
+            sections.append(("Where the time went", table))
         chosen = dict(summary.get("runtime") or record.get("runtime") or {})
         reasons, _ = chosen.pop("reasons", {}), chosen.pop("requested", None)
         known = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
@@ -254,21 +262,6 @@ def _read(path: Path, problems: list[str], read: Callable[[Path], Any]) -> Any:
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
     return None
-
-
-def _pictures(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Curves, which training.png keeps, and where the time went."""
-    sections: list[Section] = []
-    picture, log = folder / "training.png", folder / "metrics.jsonl"
-    if rows:
-        if not picture.exists() or picture.stat().st_mtime_ns < log.stat().st_mtime_ns:
-            files.write_bytes(picture, figures.png(figures.training_figure(rows, folder.name)))
-        sections.append(("Curves", picture.read_bytes()))
-    if timed := [row for row in rows if row.get("times")]:
-        seconds = timing.phase_seconds(timed).sum()
-        table = DataFrame({"seconds": seconds, "share": seconds / seconds.sum()}).round(3)
-        sections.append(("Where the time went", table))
-    return sections
 
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:

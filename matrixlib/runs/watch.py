@@ -8,6 +8,7 @@ The exit code is 1 where a run is stalled.
 """
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
@@ -73,7 +74,9 @@ class Heartbeat(BaseModel):
 def standing(folder: Path, now: datetime | None = None) -> Standing:
     """How the run in `folder` stands, of what its files say that are whole. now: UTC, for tests."""
     now = now or datetime.now(UTC)
-    summary, beat = _object(folder / "summary.json"), read_heartbeat(folder)
+    summary, beat = _object(folder / "summary.json"), None
+    with contextlib.suppress(ValueError):  # none, or a damaged one
+        beat = Heartbeat.model_validate(_object(folder / "heartbeat.json"))
     ended = str(summary.get("ended", ""))
     if beat is not None and beat.phase != "stopped" and (not ended or beat.time > datetime.fromisoformat(ended)):
         return _alive(beat, (now - beat.time).total_seconds())
@@ -86,14 +89,6 @@ def standing(folder: Path, now: datetime | None = None) -> Standing:
     if beat is not None:
         return Standing("stopped", f"stopped after {beat.updates}; the same command goes on")
     return Standing("begun", "has not made an update yet")
-
-
-def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """The heartbeat of the run in `folder`; None where there is none, or a damaged one."""
-    try:
-        return Heartbeat.model_validate(_object(folder / "heartbeat.json"))
-    except ValueError:
-        return None
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -116,9 +111,8 @@ def _alive(beat: Heartbeat, age: float) -> Standing:
         return Standing("stalled", f"stalled for {duration(age)} ({doing}) after {beat.updates}")
     if doing != "training" or not beat.step_seconds:
         return Standing(doing, f"{doing}, {beat.updates}")
-    left = beat.step_seconds * (beat.steps - beat.step)
-    more = f", about {duration(left)} left" if left > 0 else ""
-    return Standing(doing, f"{doing}, {beat.updates}, {duration(beat.step_seconds)} an update{more}")
+    left = duration(max(0.0, beat.step_seconds * (beat.steps - beat.step)))
+    return Standing(doing, f"{doing}, {beat.updates}, {duration(beat.step_seconds)} an update, about {left} left")
 
 
 def _object(path: Path) -> dict[str, Any]:
