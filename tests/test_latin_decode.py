@@ -96,8 +96,10 @@ def test_a_network_that_knows_fills_everything_in_any_way() -> None:
 
 def test_a_puzzle_that_has_no_completion_is_not_valid() -> None:
     cells = torch.tensor([[[0, 1, -1], [-1, -1, 2], [-1, -1, -1]]])  # the corner may hold no digit
-    size = torch.tensor([3])
-    for found in (decode.iterative(cells, size, None, generator()), decode.beam(cells, size, None, generator(), 4)):
+    for found in (
+        decode.iterative(cells, (size := torch.tensor([3])), None, generator()),
+        decode.beam(cells, size, None, generator(), 4),
+    ):
         assert not valid(found, cells, size).any()
 
 

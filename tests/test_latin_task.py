@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,16 +103,14 @@ def test_validation_sees_every_fill_and_the_last_sizes_and_modes() -> None:
     assert share.max() == 1
 
 
-def test_streams_differ_between_batches_and_are_fixed_within() -> None:
+def test_each_square_of_each_batch_is_permuted_in_its_own_way() -> None:
     """A generator kept in the dataset gives every worker and every epoch the same permutations."""
     task = pickle.loads(pickle.dumps(latin_task()))  # noqa: S301 - what the loader does for its workers
     rows = np.repeat(records(each=1), 8)
-    one, same, other = batch(task, rows, 1), batch(task, rows, 1), batch(task, rows, 2)
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["square"], other["square"])
-    assert len(one["square"].flatten(1).unique(dim=0)) > 12, "each its own"
-    plain = batch(latin_task(data={"augment": False}), rows)["square"]
-    assert np.array_equal(plain, pool.unpack(rows, 5))
+    one, other = batch(task, rows, 1)["square"], batch(task, rows, 2)["square"]
+    assert not torch.equal(one, other)
+    assert len(one.flatten(1).unique(dim=0)) > 12
+    assert np.array_equal(batch(latin_task(data={"augment": False}), rows)["square"], pool.unpack(rows, 5))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -139,19 +136,15 @@ def test_only_hidden_cells_count() -> None:
     """In a mean over all 256 cells a random guess on an empty 3 x 3 costs 0.039."""
     task = latin_task()
     found = batch(task, records(), plain=True)
-    count = task.counts(found)
-    assert count["cell"] == found["hidden"].sum()
-    assert count["cell"] < found["hidden"].numel()
-    target, hidden, size = found["square"].long(), found["hidden"], found["size"]
+    count, size = task.counts(found), found["size"]
+    target, hidden = found["square"].long(), found["hidden"]
+    assert count["cell"] == hidden.sum() < hidden.numel()
     right = logits_for(target, 5)
-    wrong_elsewhere = torch.where(hidden[..., None], right, right.roll(1, 3))
-    for log_p in (right, wrong_elsewhere):
+    for log_p in (right, torch.where(hidden[..., None], right, right.roll(1, 3))):
         loss, metrics = losses.cell_loss(log_p, target, hidden, size, 0.0)
-        assert loss.item() == pytest.approx(0, abs=1e-6)
-        assert metrics["accuracy"] == hidden.sum()
+        assert (loss.item(), metrics["accuracy"]) == (pytest.approx(0, abs=1e-6), hidden.sum())
         loss, metrics = losses.constraint_loss(log_p, target, hidden, size)
-        assert loss.item() == pytest.approx(0, abs=1e-6)
-        assert metrics["valid"] == count["constraint"]
+        assert (loss.item(), metrics["valid"]) == (pytest.approx(0, abs=1e-6), count["constraint"])
         assert metrics["violations"] == 0
 
 
@@ -241,8 +234,7 @@ def test_grids_of_several_sizes_do_not_disturb_each_other() -> None:
 def test_the_mode_is_given_to_the_network() -> None:
     """The same empty grid has three sets of labels."""
     logits = latin_task().build_model().eval()(torch.full((3, 4, 4), EMPTY), torch.full((3,), 4), torch.arange(3))
-    assert not torch.allclose(logits[0], logits[1])
-    assert not torch.allclose(logits[1], logits[2])
+    assert len(logits.flatten(1).round(decimals=5).unique(dim=0)) == 3
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -258,34 +250,14 @@ def test_causal_cells_see_only_what_stands_before(causal: bool) -> None:
     assert bool((difference[:9] > 0).any()) is not causal
 
 
-@pytest.mark.parametrize("changes", [{"repeats": 3}, {"relations": False}, {"causal": True}, {"dropout": 0.1}])
-def test_every_option_trains_every_parameter(changes: dict[str, Any]) -> None:
-    task = latin_task(model=changes)
-    model = task.build_model()
-    sums, _ = task.losses(model, batch(task, records()), frozenset({"cell", "constraint"}))
-    torch.stack(list(sums.values())).sum().backward()
-    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-
-
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_no_more_biases_are_kept_than_are_used_again(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias is (B, heads, L, L), which at size 16 is more than all else of a block."""
-    made: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-    relate = Block.relate
-
-    def counted(block: Block, relations: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        bias = relate(block, relations, mask)
-        made.append(weakref.ref(bias))
-        most = max(most, sum(one() is not None for one in made))
-        return bias
-
-    monkeypatch.setattr(Block, "relate", counted)
-    task = latin_task(model={"repeats": repeats, "layers": 4})
+def test_a_bias_is_computed_once_a_layer_however_often_the_stack_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is (B, heads, L, L), which at size 16 is more than all else of a block."""
+    made, relate = [], Block.relate
+    monkeypatch.setattr(Block, "relate", lambda *inputs: made.append(1) or relate(*inputs))
+    task = latin_task(model={"repeats": 3, "layers": 4})
     with torch.no_grad():
         task.losses(task.build_model().eval(), batch(task, records()), frozenset({"cell"}))
-    assert (len(made), most) == (4, 4 if repeats > 1 else 1)
+    assert len(made) == 4
 
 
 def test_the_full_preset_is_as_large_as_the_specification_s() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from matrixlib.config import ConfigError, validated
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import Layout, Shard, write_shard
+from matrixlib.data.shards import Shard, write_shard
 from matrixlib.runs.run import open_run
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
@@ -103,21 +103,15 @@ def _move(path: Path, to: Path, split: str) -> None:
 # Bad input
 
 
+TINY = {"model": {"width": 8, "embedding": 4, "head_width": 4}, "runtime": {"precision": "fp32", "threads": 1}}
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"window": 0}, "data.window"),
         ({"window": 61}, "data.window"),
-        ({"window": 59.5}, "data.window"),
         ({"delay": [4, 2]}, "delay runs from the least to the greatest"),
         ({"delay": [0, 19]}, "data.delay"),
-        ({"delay": 3}, "data.delay"),
-        ({"delay": [-1, 0]}, "data.delay"),
-        ({"mirror": 1.5}, "data.mirror"),
-        ({"noise": -0.1}, "data.noise"),
-        ({"noise_sigma": float("nan")}, "data.noise_sigma"),
-        ({"random_start": "yes"}, "data.random_start"),
-        ({"windows": 60}, "did you mean 'window'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(data: dict[str, Any], problem: str) -> None:
@@ -125,27 +119,10 @@ def test_options_that_cannot_be_are_refused(data: dict[str, Any], problem: str) 
         validated(MeleeConfig, {"task": "melee", "data": data}, "mine")
 
 
-@pytest.mark.parametrize("harm", ["no folder", "nothing held out", "another task"])
-@pytest.mark.filterwarnings("ignore:.*(quarantined|added as healthy)")
-def test_data_that_cannot_be_trained_on_are_refused(folder: Path, reports: Path, harm: str) -> None:
-    source, problem = folder, "holds nothing out, .*; add data: about one replay in ten is held out, and of several"
-    if harm == "no folder":
-        source, problem = folder / "nowhere", "is no folder; use 'sample' or a folder of shards"
-    elif harm == "nothing held out":
-        (folder / "sample_validation.npz").unlink()
-    else:
-        problem = "data of task 'other', not 'melee'"
-        batch = {"records": np.zeros(3, np.dtype([("a", "u1")]))}
-        meta = {"source": "slippi", "generator": "test", "seed": 0, "split": "train"}
-        write_shard(folder / "more.npz", Layout("other", 1, batch["records"].dtype, {}), batch, meta)
-    with pytest.raises(ValueError, match=problem):
-        list(open_run("melee_demo", "cpu", overrides={**TINY, "data": {"source": str(source)}}).train())
-
-
-TINY = {
-    "model": {"width": 8, "embedding": 4, "head_width": 4},
-    "train": {"steps": 4, "batch_size": 8, "micro_batch": 8},
-    "validation": {"interval": 4, "sample": 8, "limit": 16, "batch_size": 8},
-    "checkpoint": {"interval": 4},
-    "runtime": {"precision": "fp32", "threads": 1},
-}
+@pytest.mark.filterwarnings("ignore:.*quarantined")
+def test_data_that_cannot_be_trained_on_are_refused(folder: Path, reports: Path) -> None:
+    (folder / "sample_validation.npz").unlink()
+    problem = "holds nothing out, .*; add data: about one replay in ten is held out, and of several"
+    for source, text in ((folder / "nowhere", "is no folder; use 'sample' or a folder of shards"), (folder, problem)):
+        with pytest.raises(ValueError, match=text):
+            list(open_run("melee_demo", "cpu", overrides={**TINY, "data": {"source": str(source)}}).train())

@@ -10,7 +10,7 @@ import torch
 from melee_batches import decisions, melee_batch, melee_task
 
 from matrixlib.engine.task import active_terms
-from matrixlib.tasks.melee.controller import HEADS, Statistics
+from matrixlib.tasks.melee.controller import HEADS, Head, Statistics
 from matrixlib.tasks.melee.losses import Objective
 
 BUTTONS, STICK = HEADS[0], HEADS[1]
@@ -72,22 +72,21 @@ def test_smoothing_leaves_the_buttons_alone_and_has_a_floor() -> None:
     plain, smooth = Objective(ONES), Objective(ONES, smoothing=0.1)
     logits, held = torch.randn(5, 8), torch.randint(0, 2, (5, 8))
     assert torch.equal(plain.losses(BUTTONS, logits, held), smooth.losses(BUTTONS, logits, held))
-    best = torch.full((17,), 0.1 / 17)
-    best[4] += 0.9
-    assert smooth.losses(STICK, best.log(), torch.tensor([4])).item() == pytest.approx(smooth.floor(STICK), rel=1e-5)
+    best = (0.9 * torch.eye(17)[4] + 0.1 / 17).log()
+    assert smooth.losses(STICK, best, torch.tensor([4])).item() == pytest.approx(smooth.floor(STICK), rel=1e-5)
     assert smooth.floor(BUTTONS) == plain.floor(STICK) == 0
 
 
-def test_huge_logits_stay_finite() -> None:
-    for objective in (Objective(ONES), Objective(ONES, gamma=2.0), Objective(ONES, smoothing=0.1)):
-        for head, held in ((BUTTONS, torch.ones(8).long()), (STICK, torch.tensor([0]))):
-            logits = torch.tensor([-3e4] * 4 + [3e4] * (head.classes - 4), dtype=torch.bfloat16, requires_grad=True)
-            loss = objective.losses(head, logits, held)
-            loss.backward()
-            assert loss.dtype == torch.float32
-            assert loss.isfinite()
-            assert logits.grad.isfinite().all()
-            assert objective.correct(head, logits.detach()).isfinite().all()
+@pytest.mark.parametrize("options", [{}, {"gamma": 2.0}, {"smoothing": 0.1}])
+@pytest.mark.parametrize("head, held", [(BUTTONS, [1] * 8), (STICK, [0])])
+def test_huge_logits_stay_finite(options: dict[str, float], head: Head, held: list[int]) -> None:
+    objective = Objective(ONES, **options)
+    logits = torch.tensor([-3e4] * 4 + [3e4] * (head.classes - 4), dtype=torch.bfloat16, requires_grad=True)
+    loss = objective.losses(head, logits, torch.tensor(held))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    for values in (loss, logits.grad, objective.correct(head, logits.detach())):
+        assert values.isfinite().all()
 
 
 def test_frames_without_a_target_count_nowhere() -> None:
@@ -122,10 +121,5 @@ def test_statistics_add_up_and_weigh_rare_buttons() -> None:
     whole = Statistics.count(targets)
     assert Statistics.count(targets[:100]) + Statistics.count(targets[100:]) == whole
     assert Statistics(**json.loads(json.dumps(asdict(whole)))) == whole
-    weights = whole.weights()
-    assert weights[0] == 1
-    assert weights[1] == pytest.approx(math.sqrt(295 / 5), rel=0.1)
-    assert weights[2] == pytest.approx(2, rel=0.2)
-    targets[:, 1] = 0
-    assert Statistics.count(targets).weights()[1] == pytest.approx(math.sqrt(600), rel=0.01)
+    assert whole.weights()[:3] == pytest.approx([1, math.sqrt(295 / 5), 2], rel=0.2)
     assert max(Statistics(10**6, (0,) * 81).weights()) == 30

@@ -8,22 +8,7 @@ import pytest
 from melee_games import game
 
 from matrixlib.data.shards import Batch, Shard, concat, select
-from matrixlib.tasks.melee import features
-from matrixlib.tasks.melee.columns import (
-    AIR,
-    CONTROLLER,
-    FIRST,
-    FRAME,
-    ITEMS,
-    LAYOUT,
-    LEFT,
-    OWN,
-    RIGHT,
-    ROW,
-    SAFE,
-    SPEEDS,
-    UNKNOWN,
-)
+from matrixlib.tasks.melee import columns, features
 from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.controller import choices_of, controllers
 from matrixlib.tasks.melee.features import INPUTS, PLACE
@@ -35,12 +20,12 @@ PLAIN = MeleeDataConfig(mirror=0.0, noise=0.0, random_start=False)
 
 
 def rows_of(*seeds: int, frames: int = 200) -> Batch:
-    return concat([stretches(game(frames, seed), False) for seed in seeds], LAYOUT)
+    return concat([stretches(game(frames, seed), False) for seed in seeds], columns.LAYOUT)
 
 
 def window_of(replay: Replay, frames: int, delay: int = 0) -> np.ndarray:
     """The first frames of a game, seen by its first player."""
-    row = select(stretches(replay, False), np.array([0]), LAYOUT)
+    row = select(stretches(replay, False), np.array([0]), columns.LAYOUT)
     return cut(row, np.array([0]), np.array([delay]), frames)
 
 
@@ -61,14 +46,14 @@ def test_every_frame_is_the_own_frame_of_one_row_of_each_player() -> None:
     assert (own["self"] == both).all()
     assert (own["controller"] == np.concatenate([replay.controllers[:, who] for who in (0, 1)])).all()
     assert batch["records"]["port"].tolist() == [0] * 8 + [3] * 8
-    assert np.diff(batch["frame_offset"]).max() == ROW
+    assert np.diff(batch["frame_offset"]).max() == columns.ROW
 
 
 def test_no_row_crosses_a_game_or_a_gap_in_it() -> None:
     replay = game(300)
     number = replay.number.copy()
     number[130:] += 7
-    batch = concat([stretches(replace(replay, number=number), False), stretches(game(100, 1), True)], LAYOUT)
+    batch = concat([stretches(replace(replay, number=number), False), stretches(game(100, 1), True)], columns.LAYOUT)
     for row, (begin, end) in enumerate(zip(batch["frame_offset"], batch["frame_offset"][1:], strict=False)):
         record = batch["records"][row]
         source = game(100, 1) if record["held_out"] else replay
@@ -96,18 +81,16 @@ def test_a_frame_is_paired_with_the_controller_after_it_and_the_delay(delay: int
     batch = stretches(replay, False)
     out = plain(batch, PLAIN.model_copy(update={"delay": (delay, 18)}))
     truth = choices_of(replay.controllers)
-    count = len(batch["records"]) // 2
     for row in range(len(batch["records"])):
-        who, first = divmod(row, count)
-        frames = first * OWN + np.arange(OWN)
+        who, first = divmod(row, len(batch["records"]) // 2)
+        frames = first * columns.OWN + np.arange(columns.OWN)
         later = frames + delay + 1
-        assert (out["valid"][row] == (later < 300)).all()
         known = later < 300
+        assert (out["valid"][row] == known).all()
         assert (out["choices"][row][known] == truth[later[known], who]).all()
         assert (out["previous"][row][known] == truth[later[known] - 1, who]).all()
-        assert out["numeric"][row, 0, PLACE["delay"]] == np.float32(delay / 18)
-        here = frames < 300
-        assert (out["action"][row, here, 0] == replay.players["action"][frames[here], who]).all()
+        assert (out["action"][row, frames < 300, 0] == replay.players["action"][frames[frames < 300], who]).all()
+    assert (out["numeric"][..., PLACE["delay"]] == np.float32(delay / 18)).all()
 
 
 def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
@@ -127,7 +110,7 @@ def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
             known = frames < len(stretch)
             assert (out["valid"][row] == known).all()
             assert (out["choices"][row][known] == choices_of(stretch["controller"][frames[known]])).all()
-    assert starts == set(range(OWN))
+    assert starts == set(range(columns.OWN))
 
 
 def test_every_own_frame_is_judged_however_short_the_windows_of_training() -> None:
@@ -141,7 +124,7 @@ def test_every_own_frame_is_judged_however_short_the_windows_of_training() -> No
 def _start(stretch: np.ndarray, actions: np.ndarray) -> int:
     """Where a window begins in a row."""
     own = stretch["self"]["action"]
-    return next(n for n in range(OWN) if (own[n : n + 60] == actions[: len(own) - n]).all())
+    return next(n for n in range(columns.OWN) if (own[n : n + 60] == actions[: len(own) - n]).all())
 
 
 def leak(out: dict[str, np.ndarray], labels: np.ndarray) -> float:
@@ -154,7 +137,7 @@ def leak(out: dict[str, np.ndarray], labels: np.ndarray) -> float:
 
 def test_labels_do_not_leak_and_a_planted_leak_is_seen() -> None:
     """Of people's games: with the controller of the same frame, the new action gives the button away."""
-    shard = Shard(unpack_sample() / "sample_validation.npz", LAYOUT)
+    shard = Shard(unpack_sample() / "sample_validation.npz", columns.LAYOUT)
     out = plain(shard.gather(np.arange(len(shard))), PLAIN)
     assert leak(out, out["choices"][..., :8]) < 0.1
     assert leak(out, out["previous"][..., :8]) > 0.4
@@ -164,13 +147,11 @@ def test_labels_do_not_leak_and_a_planted_leak_is_seen() -> None:
 
 
 def test_what_a_version_does_not_record_is_told() -> None:
-    replay = game(known=SPEEDS | ITEMS)
-    replay.players["hitstun"], replay.players["action_frame"], replay.players["jumps"] = np.nan, np.nan, UNKNOWN
-    replay.players["flags"] = RIGHT
+    replay = game(known=columns.SPEEDS | columns.ITEMS)
+    replay.players["hitstun"], replay.players["action_frame"], replay.players["jumps"] = np.nan, np.nan, columns.UNKNOWN
     out = plain(stretches(replay, False), PLAIN)["numeric"]
-    told = {name: out[..., PLACE[f"known {name}"]] for name in features.KNOWN}
-    assert {name: value.min() for name, value in told.items()} == {name: value.max() for name, value in told.items()}
-    assert [name for name, value in told.items() if value.all()] == ["speeds", "items"]
+    told = {name: set(out[..., PLACE[f"known {name}"]].flat) for name in features.KNOWN}
+    assert told == {name: {float(name in ("speeds", "items"))} for name in features.KNOWN}
     assert np.isfinite(out).all()
 
 
@@ -179,50 +160,27 @@ def test_the_numbers_of_a_player_by_hand() -> None:
     player = replay.players[0, 0]
     player["percent"], player["shield"], player["x"], player["y"], player["speeds"] = 50, 30, -20, 10, (1, 2, 3, 4, 5)
     player["hitstun"], player["action_frame"], player["stocks"], player["jumps"] = 12, 15, 3, 1
-    player["flags"] = LEFT | AIR | SAFE
+    player["flags"] = columns.LEFT | columns.AIR | columns.SAFE
     out = features.inputs(window_of(replay, 1))["numeric"][0, 0]
-    told = {name: out[PLACE[f"own {name}"]] for name in features.LEADER}
-    assert told == pytest.approx(
-        {
-            "percent": 0.5,
-            "facing": -1,
-            "x": -1,
-            "y": 0.5,
-            "invulnerable": 1,
-            "jumps": 1 / 6,
-            "shield": 0.3,
-            "on ground": 0,
-            "speed air x": 0.5,
-            "speed ground x": 1,
-            "speed y": 1.5,
-            "speed hit x": 2,
-            "speed hit y": 2.5,
-            "hitstun": 0.1,
-            "action frame": 0.25,
-            "stocks": 0.75,
-            "ledge": 65 / 85,
-        },
-        rel=1e-3,  # of a half
-    )
+    told = [out[PLACE[f"own {name}"]] for name in features.LEADER]
+    state, speeds, rest = [0.5, -1, -1, 0.5, 1, 1 / 6, 0.3, 0], [0.5, 1, 1.5, 2, 2.5], [0.1, 0.25, 0.75, 65 / 85]
+    assert told == pytest.approx([*state, *speeds, *rest], rel=1e-3)  # of a half
     assert (out[PLACE["stage Battlefield"]], out[PLACE["stage other"]]) == (1, 0)
 
 
 def test_an_item_and_a_second_character_stand_where_they_belong() -> None:
-    batch = stretches(game(130), False)
-    out = plain(batch, PLAIN)["numeric"]
-    first_rows = out[[0, 3]]  # each player's
-    there = first_rows[..., [PLACE["own second there"], PLACE["other second there"]]]
-    assert there[0, :20, 1].all()
-    assert there[1, :20, 0].all()
-    assert there.sum() == 40
-    assert first_rows[:, 0, PLACE["item 0 there"]].tolist() == [1, 1]
-    assert first_rows[:, 0, PLACE["item 0 owner"]].tolist() == [0.5, -0.5]
+    out = plain(stretches(game(130), False), PLAIN)["numeric"]
+    one, other = out[[0, 3]]  # each player's first row
+    for rows, mine in ((one, "other second there"), (other, "own second there")):
+        assert np.flatnonzero(rows[:, PLACE[mine]]).tolist() == list(range(20))
+    assert (one[:, PLACE["own second there"]].sum(), other[:, PLACE["other second there"]].sum()) == (0, 0)
+    assert [rows[0, PLACE["item 0 owner"]] for rows in (one, other)] == [0.5, -0.5]
     assert out[..., PLACE["item 0 there"]].sum() == 2 * 2, "at frames 0 and 60, for both players"
     assert out[0, 0, PLACE["item 0 x"]] == 0.5
 
 
 def test_left_and_right_change_places_exactly() -> None:
-    batch = concat([stretches(game(200, 4), False), stretches(game(200, 5, stage=3), False)], LAYOUT)
+    batch = concat([stretches(game(200, 4), False), stretches(game(200, 5, stage=3), False)], columns.LAYOUT)
     before = plain(batch, PLAIN)
     after = augment(batch, PLAIN.model_copy(update={"mirror": 1.0}), np.random.default_rng(0))
     turned = batch["records"]["stage"] == 31
@@ -269,18 +227,18 @@ def test_a_frame_as_it_is_played_is_the_frame_of_a_window() -> None:
     held = replay.controllers[:, 0]
     for frame in (0, 19, 60, 120):
         second = {1: replay.follower[frame]} if frame < 20 else None
-        state = np.zeros((), FRAME)
+        state = np.zeros((), columns.FRAME)
         state["self"], state["other"] = replay.players[frame]
         items = replay.item[replay.item_at == frame]
         items["owner"] = 1
-        one = features.live(state, held[frame + 3], FIRST + frame, replay.stage, 3, second, items)
+        one = features.live(state, held[frame + 3], columns.FIRST + frame, replay.stage, 3, second, items)
         for scene in (one, whole[:, frame : frame + 1]):
             for name, values in features.inputs(scene).items():
                 assert (values[0, 0] == together[name][0, frame]).all(), (name, frame)
 
 
 def test_controllers_and_their_classes() -> None:
-    held = np.zeros(3, CONTROLLER)
+    held = np.zeros(3, columns.CONTROLLER)
     held["sticks"] = [(-80, -5, 0, 4), (5, 80, 23, -23), (75, 76, -75, -76)]
     held["shoulder"], held["buttons"] = (0, 17, 140), (1, 128, 255)
     out = choices_of(held)

@@ -26,11 +26,8 @@ GROUP = "matrixlib.tasks"
 
 
 def get_task(name: str) -> TaskSpec[Any]:
-    """A task by its name, that of an entry point, or an import path such as `my_package.my_module:TASK`.
-
-    An import path runs code: give one that the user has named, never one read from a run or a checkpoint.
-    Raises ConfigError for a name that nobody knows, and where a path leads to no task.
-    """
+    """A task by its name, that of an entry point, or an import path such as `my_package.my_module:TASK`. The last
+    runs code: give one that the user has named, never one read from a run or a checkpoint. Raises ConfigError."""
     if name in TASKS:
         path = f"matrixlib.tasks.{name}.spec:TASK"
     else:
@@ -58,10 +55,8 @@ def get_task(name: str) -> TaskSpec[Any]:
 
 
 def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a preset by name, or a YAML file by path, and apply nested overrides.
-
-    Raises ConfigError: unknown preset (with the nearest name), unknown or mistyped keys, a task that is not there.
-    """
+    """A preset by name, or a YAML file by path, with nested overrides over it. ConfigError: an unknown preset or task,
+    unknown or mistyped keys."""
     data, name = configuration.read_preset(preset, overrides)
     return validate_config(data, name)
 

@@ -43,8 +43,8 @@ Check = tuple[str, bool, str]
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of a curriculum made concrete: its task, the sources of the shards that it is trained on (all where
-    there is none), and their shares of a batch where they are not those of their sizes."""
+    """A phase of a curriculum made concrete: its task, the sources of its shards (none: all), and their shares of a
+    batch where they are not those of their sizes."""
 
     task: Task
     sources: Sequence[str] = ()
@@ -55,10 +55,9 @@ class Stage:
 class Overfit:
     """When a network has learned a few rows by heart.
 
-    overrides: over a preset, beside those of every task. gaps: term -> how far its mean loss may be above the least
-    that any network can reach (nats). exact: metrics that have to be 1. inputs, labels: arrays of `prepare` that make
-    a row and its target, which must not change between visits; none: they are not compared. needs: what of the
-    configuration has to hold, in words, and whether it does.
+    overrides: over a preset. gaps: term -> how far its mean loss may be above the least that any network can reach
+    (nats). exact: metrics that have to be 1. inputs, labels: arrays of `prepare` that make a row and its target, to be
+    compared between visits. needs: what of the configuration is missing, in words.
     """
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -174,10 +173,8 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return Stage(task, list(weights), weights)
 
     def teacher(self, config: ConfigT, runtime: Runtime, record: Mapping[str, Any]) -> Teacher | None:
-        """The frozen network that its losses need, on the device of a training; None where they need none.
-
-        record: its own of when the training began, so that it computes as it did then; {} of one that begins.
-        """
+        """The frozen network that its losses need, on the device of a training; record: what it computed with when the
+        training began, {} of one that begins."""
         return None
 
     def sidecars(
@@ -211,17 +208,13 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
     def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Network | None:
-        """The network in a file that another program, or `export`, has written; None where it reads no such file.
-
-        ValueError names a file that it should be able to read, and what is wrong with it.
-        """
+        """The network in a file that another program, or `export`, has written; None where it reads no such file,
+        ValueError where that is damaged."""
         return None
 
     def evaluate(self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Figures on held-out rows (sample: on so many, 0 = all), with their `baselines`.
-
-        By default the loss of each term beside its chance level, and every metric.
-        """
+        """Figures on held-out rows (sample: on so many, 0 = all), with their `baselines`; by default the loss of each
+        term beside its chance level, and every metric."""
         from matrixlib.engine.task import active_terms
         from matrixlib.engine.validation import validate
 
@@ -256,10 +249,8 @@ class TaskSpec(ABC, Generic[ConfigT]):
         ]
 
     def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Viewer | None:
-        """`count` held-out rows to look through, or what a file of the user's holds; None: there is nothing to see.
-
-        held_out: opens the data set. Raises ValueError for a file that does not fit.
-        """
+        """`count` held-out rows (held_out opens the data set) to look through, or what a file of the user's holds;
+        None: there is nothing to see. ValueError for a file that does not fit."""
         return None
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
@@ -361,10 +352,7 @@ def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint
 
 
 def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "auto") -> Runtime:
-    """What this machine evaluates a network with, whatever it was trained with; a runtime that is given stays.
-
-    ValueError as of `runtime.resolve`.
-    """
+    """What this machine evaluates a network with, whatever it was trained with; a runtime that is given stays."""
     if isinstance(device, runtimes.Runtime):
         return device
     settings = {"device": device, "precision": precision, "threads": "auto", "channels_last": "auto", "compile": False}

@@ -1,8 +1,7 @@
 """Filling grids by a network: all at once, cell by cell, by beam search; and how often that gives valid grids.
 
-Cell by cell and by beam search a digit is only ever put where its row and column lack it, so a rate of valid grids
-says something about the network only beside the baseline, which has the same rules and the same order of cells, and a
-random digit in the network's place.
+Cell by cell and by beam search a digit is only ever put where its row and column lack it: a rate of valid grids says
+something about the network only beside the baseline, a random digit by the same rules in the same order of cells.
 
 Arrays: G grids, N side, K = N digit indices; `cells` (G, N, N) int64 digit indices, -1 where empty or outside.
 """
@@ -117,8 +116,7 @@ def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.
 def _next_cell(
     cells: Tensor, size: Tensor, possible: Tensor, predict: Predict | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(G,) flat index of the empty cell to fill, and (G, K) log-probabilities of its candidates, NEVER of others;
-    without a network random ones."""
+    """(G,) flat index of the empty cell to fill, and (G, K) log-probabilities of its candidates, NEVER of others."""
     if predict is None:
         scores = torch.rand(possible.shape, device=cells.device, generator=generator).log()
     else:
@@ -190,9 +188,7 @@ def _share(hits: Tensor) -> float:
 
 
 def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
-    """Share of puzzles (G, n, n) that are valid when each hidden cell gets its most frequent digit of all
-    completions: what one pass of a perfect network reaches.
-    """
+    """Share of puzzles (G, n, n) that are valid with the most frequent digit of all completions in each hidden cell."""
     cells = np.where(hidden, -1, square)
     best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
     return float(squares.is_latin(np.where(hidden, best, square)).mean())

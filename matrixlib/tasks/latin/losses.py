@@ -20,9 +20,7 @@ def inside(size: Tensor, side: int) -> Tensor:
 
 
 def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Token logits (B, N, N, 35) to log-probabilities (B, N, N, K) of the digits whose tokens (B, K) are given,
-    0 = no such digit.
-    """
+    """Token logits (B, N, N, 35) to log-probabilities (B, N, N, K) of the digits with tokens (B, K), 0 = none."""
     side = logits.shape[1]
     index = tokens[:, None, None].expand(-1, side, side, -1)
     digit_logits = logits.float().gather(3, index)
@@ -58,7 +56,7 @@ def constraint_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor)
     grid = inside(size, log_p.shape[1])
     given = functional.one_hot(target, k) * grid[..., None]
     p = torch.where(hidden[..., None], log_p.exp(), given.float())
-    over = _excess(p.sum(1)).square().sum((1, 2)) + _excess(p.sum(2)).square().sum((1, 2))
+    over = sum((p.sum(axis) - 1).clamp(min=0).square().sum((1, 2)) for axis in (1, 2))
     rows = hidden.flatten(1).any(1)
     with torch.no_grad():
         filled = torch.where(hidden, log_p.argmax(3), target)
@@ -68,25 +66,16 @@ def constraint_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor)
 
 
 def violations(filled: Tensor, size: Tensor) -> Tensor:
-    """(B,) int64: how many digits of whole grids (B, N, N) repeat an earlier one of their row or column; 0 is a
-    Latin square.
-    """
+    """(B,) int64: how many digits of whole grids (B, N, N) repeat an earlier one of their row or column."""
     side = filled.shape[1]
     digits = functional.one_hot(filled, side) * inside(size, side)[..., None]
-    return _excess(digits.sum(1)).sum((1, 2)) + _excess(digits.sum(2)).sum((1, 2))
-
-
-def _excess(number: Tensor) -> Tensor:
-    """How many more than one."""
-    return (number - 1).clamp(min=0)
+    return sum((digits.sum(axis) - 1).clamp(min=0).sum((1, 2)) for axis in (1, 2))  # type: ignore[return-value]
 
 
 def cell_bounds(hidden: Tensor, size: Tensor, smoothing: float) -> tuple[float, float]:
     """(chance, floor) of `cell_loss`: ln n a cell, and the entropy of its smoothed target.
 
-    The floor is that of a network that knows each square; where a puzzle has several completions none does,
-    and the least mean loss is higher: ln |L(n)| / n^2 a cell of an empty grid if cells could be filled one after
-    another, ln n if, as here, all at once.
+    The floor is that of a network that knows each square; where a puzzle has several completions none does.
     """
     cells = hidden.flatten(1).sum(1).double()
     n = size.double()

@@ -1,13 +1,10 @@
 """The pool of squares on disk, one training and one held-out shard for each size, and the permutations of its squares.
 
-A square is held out where a hash of its cells says so, about one in eight. So the split is by distinct square,
-whatever was generated when, and an augmented square can be told from the held-out ones.
-
-What that means by size: rows, columns and digits permuted in every way turn a square into all others of its isotopy
-class, and there are 1, 2, 2, 22 and 564 classes for sizes 3 to 7. Nearly every class is therefore met in training,
-and held out means "this square was never seen", not "nothing like it". From size 8 on (1,676,267 classes, and then
-astronomically many) a held-out square's class is most likely new too. At size 3 two of the twelve squares are held
-out, and a network that has learned the other ten by heart is wrong on them: judge that size by validity alone.
+A square is held out where a hash of its cells says so, about one in eight: the split is by distinct square, whatever
+was generated when, and an augmented square can be told from the held-out ones. Permuted rows, columns and digits turn a
+square into all others of its isotopy class, of which there are 1, 2, 2, 22 and 564 for sizes 3 to 7: there held out
+means "this square was never seen", from size 8 on (1,676,267 classes) most likely "nothing like it". At size 3 two of
+the twelve squares are held out, and a network that knows the other ten by heart is wrong on them.
 """
 
 import functools
@@ -62,11 +59,8 @@ def permutations(key: np.ndarray, size: np.ndarray, side: int) -> np.ndarray:
 
 
 def isotopes(squares: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Squares (B, N, N) uint8 with rows, columns and digits permuted inside their size (B,), each by its key (B,).
-
-    What a square becomes depends on its key alone, not on the batch or the worker. One that would become a held-out
-    one stays as it is.
-    """
+    """Squares (B, N, N) uint8 with rows, columns and digits permuted inside their size (B,), by their keys (B,) alone.
+    One that would become a held-out one stays as it is."""
     side = squares.shape[-1]
     rows, columns, digits = permutations(key, size, side)
     moved = np.take_along_axis(np.take_along_axis(squares, rows[:, :, None], 1), columns[:, None], 2)

@@ -1,7 +1,6 @@
 """The 35 tokens, and the digits of each mode.
 
-Squares hold digit *indices* 0..n-1, the same in every mode; a mode says which digit each index stands for, in rising
-order. So a change of mode is an order-preserving bijection, and only tokens know of signs.
+Squares hold digit *indices* 0..n-1; a mode says which digit each index stands for, in rising order.
 """
 
 import functools
@@ -23,14 +22,9 @@ def token(digit: int) -> int:
 
 def digits(mode: str, size: int) -> list[int]:
     """The `size` digits of a mode, rising: 1..n, 0..n-1, or -(n//2)..n//2 with 0 for odd n alone."""
-    if mode == "standard":
-        return list(range(1, size + 1))
-    if mode == "zero_inclusive":
-        return list(range(size))
     if mode == "negative":
-        half = range(-(size // 2), size // 2 + 1)
-        return [digit for digit in half if digit or size % 2]
-    raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+        return [digit for digit in range(-(size // 2), size // 2 + 1) if digit or size % 2]
+    return list(range(1, size + 1) if mode == "standard" else range(size))
 
 
 @functools.cache

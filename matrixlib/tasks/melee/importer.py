@@ -108,8 +108,7 @@ def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_
 
 
 def _thresholds(folder: Path) -> dict[str, str]:
-    """SHA-256 of what has been imported into a folder -> the threshold then: done again, or gone on with, an import is
-    split as it was."""
+    """SHA-256 of what has been imported into a folder -> the threshold then, with which an import goes on."""
     logs = import_logs(folder) if (folder / NAME).is_file() else []
     return {log.sha256: log.reader["held_out"] for log in logs if log.source == Slippi.source and log.step == 0}
 

@@ -33,7 +33,6 @@ ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     **{name: (np.dtype("<i8"), ()) for name in ("number", "follower_at", "whose", "item_at", "owner")},
 }
 """Of a replay: kind and shape of each entry."""
-RISING = ("number", "follower_at", "item_at")  # stored as differences
 
 
 def encode(games: Sequence[Replay]) -> bytes:
@@ -42,8 +41,7 @@ def encode(games: Sequence[Replay]) -> bytes:
     for number, game in enumerate(games):
         columns[f"{number} facts"] = np.array([game.stage, *game.ports, game.known], "<i8")
         for name, (kind, shape) in ARRAYS.items():
-            values = np.asarray(getattr(game, name), kind)
-            values = np.ascontiguousarray(np.diff(values, prepend=0) if name in RISING else values)
+            values = np.ascontiguousarray(getattr(game, name), kind)
             frames = values.view(np.uint8).reshape(len(values), kind.itemsize * prod(shape))
             columns[f"{number} {name}"] = np.ascontiguousarray(frames.T)
     plain = io.BytesIO()
@@ -56,10 +54,10 @@ def decode(data: bytes) -> list[Replay]:
     games = []
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
         for number in range(len(stored.files) // (1 + len(ARRAYS))):
-            fields: dict[str, Any] = {}
-            for name, (kind, shape) in ARRAYS.items():
-                values = np.frombuffer(stored[f"{number} {name}"].T.tobytes(), kind).reshape(-1, *shape)
-                fields[name] = np.cumsum(values) if name in RISING else values
+            fields: dict[str, Any] = {
+                name: np.frombuffer(stored[f"{number} {name}"].T.tobytes(), kind).reshape(-1, *shape)
+                for name, (kind, shape) in ARRAYS.items()
+            }
             stage, *ports, known = stored[f"{number} facts"].tolist()
             games.append(Replay(stage, (ports[0], ports[1]), known, **fields))
     return games

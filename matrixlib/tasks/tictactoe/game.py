@@ -77,13 +77,11 @@ class TicTacToe:
     def write(self, game: GameRecord) -> str:
         """The game in a line: X and O by name, the board at the start, the squares played, the points of both."""
         (start,) = game.start
-        marks = ("x", "o") if start["side"] == 0 else ("o", "x")
-        of = {(1, 0): marks[0], (0, 1): marks[1], (0, 0): "."}
-        board = "".join(of[start["ours"] >> s & 1, start["theirs"] >> s & 1] for s in range(SQUARES))
-        points = "*"
-        if game.result is not None:
-            points = {1: "1-0", 0: "1/2-1/2", -1: "0-1"}[int(game.result if marks[0] == "x" else -game.result)]
-        return f"{' - '.join(game.players)}: {board} {' '.join(map(str, game.moves))} {points}"
+        us, them = "xo" if start["side"] == 0 else "ox"
+        signs = ((us if start["ours"] >> s & 1 else them if start["theirs"] >> s & 1 else ".") for s in range(SQUARES))
+        x = 1.0 if us == "x" else -1.0
+        points: dict[float | None, str] = {None: "*", 0.0: "1/2-1/2", x: "1-0", -x: "0-1"}
+        return f"{' - '.join(game.players)}: {''.join(signs)} {' '.join(map(str, game.moves))} {points[game.result]}"
 
 
 def _won(states: States) -> NDArray[np.bool_]:
