@@ -22,13 +22,12 @@ from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out
 
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.context import Context
-from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
+from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
 from matrixlib.engine.distributed import LostRank, Ranks
-from matrixlib.engine.metrics import MetricsLog, NoLog
+from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.signals import Terminated
 from matrixlib.engine.task import Batch
-from matrixlib.engine.trainer import Trainer
+from matrixlib.engine.trainer import Context, Trainer
 from matrixlib.tasks import load_config
 
 STEPS, ROWS = 10, 23  # so that ranks have different numbers of rows
@@ -80,7 +79,6 @@ def build(
     def held_out(kind: str) -> Iterable[Batch]:
         return [share(batch, ranks, double) for batch in toy_held_out(kind)]
 
-    log = MetricsLog if ranks.first else NoLog
     return Trainer(
         Context(
             task=task,
@@ -90,7 +88,7 @@ def build(
             data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out, stages),
             folder=folder,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-            metrics=log(folder / "metrics.jsonl"),
+            metrics=MetricsLog(folder / "metrics.jsonl", writes=ranks.first),
             steps=STEPS,
             curriculum=curriculum,
             ranks=ranks,
@@ -271,7 +269,7 @@ def averaged(folder: Path, ranks: Ranks) -> list[Any]:
 def staged(folder: Path, ranks: Ranks) -> list[Any]:
     """Validations say when the next phase begins and when the run ends: (phases of the updates, why it ended)."""
     options = {"kind": "adaptive", "metric": "class/hits", "up": 0.2, "down": 0.0, "patience": 2, "dwell": 1}
-    halves = Dimension("half", ("first", "second"), (0.5, 0.5))
+    halves = {"half": StagesConfig(stages=("first", "second"), fractions=(0.5, 0.5))}
 
     def stages(phase: Phase) -> tuple[ToyTask, ToySource]:
         return ToyTask(), RankSource(ROWS, seed=phase.number, ranks=ranks, double=True)
@@ -281,7 +279,7 @@ def staged(folder: Path, ranks: Ranks) -> list[Any]:
         ranks,
         double=True,
         stages=stages,
-        curriculum=Curriculum(load_config("latin_quick").curriculum.model_copy(update=options), [halves]),
+        curriculum=Curriculum(load_config("latin_quick").curriculum.model_copy(update=options), halves),
         validation={"interval": 2, "full_every": 1, "patience": 3, "min_delta": 10.0},
     )
     return [[stats.phase for stats in trainer.train()], trainer.stop_reason]

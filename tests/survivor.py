@@ -14,10 +14,9 @@ from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.context import Context
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
-from matrixlib.engine.trainer import Trainer
+from matrixlib.engine.trainer import Context, Trainer
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 

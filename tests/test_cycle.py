@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
-from matrixlib.engine.self_test import Comparison
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import GameRecord
 from matrixlib.play.match import Match
@@ -457,9 +456,9 @@ def test_a_dtype_that_computes_nonsense_is_not_what_a_cycle_begins_with(
     """Resolved by `auto`: each training run of the cycle would refuse it, as if the user had named it."""
     resolve, tried = cycle.runtimes.resolve, list[set[str]]()
 
-    def compare(task: Any, batch: dict[str, torch.Tensor], runtime: Runtime, config: Any) -> Comparison:
+    def compare(task: Any, batch: dict[str, torch.Tensor], runtime: Runtime, config: Any) -> tuple[str, int]:
         tried.append({term for term, count in task.counts(batch).items() if count})
-        return Comparison("the loss of policy is 7 where the CPU has 3")
+        return "the loss of policy is 7 where the CPU has 3", 0
 
     monkeypatch.setattr("matrixlib.engine.self_test.compare", compare)
     half = lambda *sections: replace(resolve(*sections), dtype="bf16", requested=())  # noqa: E731

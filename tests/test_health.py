@@ -106,15 +106,6 @@ def test_outliers_in_a_row(updates: list[tuple[float, float]], actions: list[Act
         assert "median" in health.last
 
 
-def test_outliers_do_not_widen_the_band() -> None:
-    health = settled()
-    before = list(health.losses)
-    run(health, [HIGH, HIGH, BAD])
-    assert health.losses == before
-    assert not health.steady
-    assert health.onset == 20
-
-
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.floats(0.0, 0.3), slope=st.floats(-0.01, 0.001))
 @example(seed=0, noise=0.0, slope=0.001)  # one high gradient norm, in a loss that rises slowly by itself
@@ -165,9 +156,7 @@ def test_a_short_spike_is_rolled_back_if_the_loss_settles_worse(level: float, ac
 
 
 def test_a_loss_that_settled_worse_halts_nothing() -> None:
-    health = settled(window=40, rollbacks=0)
-    run(health, around(2.0, 30))
-    assert run(health, [HIGH, HIGH, *around(2.2, 40)]) == [OK] * 42
+    assert run(settled(window=40, rollbacks=0), [*around(2.0, 30), HIGH, HIGH, *around(2.2, 40)]) == [OK] * 72
 
 
 def test_frequent_outliers_leave_steady_moments() -> None:
@@ -180,29 +169,17 @@ def test_frequent_outliers_leave_steady_moments() -> None:
     assert steady > 10
 
 
-def test_skips_of_updates_need_no_watching() -> None:
-    health = settled()
-    run(health, [BAD, GOOD])
-    assert health.steady
-
-
-def test_gradients_of_the_warm_up_are_not_judged_and_not_counted_as_clipped() -> None:
+def test_gradients_of_the_warm_up_are_not_judged_and_the_share_of_clipped_ones_forgets() -> None:
     health = Health(options())
     for update in range(40):
         norm = 1.0 * 1.3**update  # grows by design
         assert health.judge(stats(update, 2.0, norm, clipped=True, warming_up=True)) is OK
-    assert health.clip_share == 0
-    assert health.norms == []
-    health.judge(stats(40, 2.0, 1.0, clipped=True))
-    health.judge(stats(41, 2.0, 1.0))
-    assert health.clip_share == 0.5
-
-
-def test_the_share_of_clipped_gradients_forgets() -> None:
-    health = Health(options())
-    for update in range(1000):
-        health.judge(stats(update, 2.0, 1.0, clipped=update < 500))
-    assert health.clip_share == 0
+    assert (health.clip_share, health.norms) == (0, [])
+    shares = []
+    for update in range(40, 1040):
+        health.judge(stats(update, 2.0, 1.0, clipped=update < 540))
+        shares.append(health.clip_share)
+    assert (shares[0], shares[499], shares[749], shares[-1]) == (1, 1, 0.5, 0)
 
 
 def test_an_overflow_of_the_loss_scale_never_counts_towards_a_rollback() -> None:
@@ -211,11 +188,9 @@ def test_an_overflow_of_the_loss_scale_never_counts_towards_a_rollback() -> None
         assert health.judge(stats(update, 2.0, INF, finite=False, overflow=True)) is SKIP
     assert (health.overflows, health.skipped, health.nonfinite) == (50, 0, 0)
     assert health.steady
-    assert health.scale_falls
-    for update in range(50, 149):
-        health.judge(stats(update, 2.0, 1.0))
+    assert health.overflowed == list(range(50))
     health.judge(stats(149, 2.0, INF, finite=False, overflow=True))
-    assert not health.scale_falls, "one fall in the last 100 updates is normal"
+    assert health.overflowed == [149], "one fall in the last 100 updates is normal"
 
 
 def test_an_overflow_within_a_row_of_skips_does_not_end_it() -> None:
@@ -228,12 +203,11 @@ def test_an_overflow_within_a_row_of_skips_does_not_end_it() -> None:
 def test_rolled_back_too_often_is_halt_with_a_diagnosis() -> None:
     health = settled()
     assert run(health, [HIGH] * 3)[-1] is ROLLBACK
+    assert "no checkpoint" in health.diagnosis()
     health = health.rolled_back(16, settled())
-    assert health.rollbacks == 1
     assert run(health, [HIGH] * 3) == [OK, OK, HALT]
     assert "3 updates in a row were far outside" in health.diagnosis()
     assert "rolled back 1 times" in health.diagnosis()
-    assert "no checkpoint" in health.diagnosis(nothing_to_return_to=True)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +240,12 @@ def test_the_learning_rate_is_cut_and_warms_back() -> None:
 
 def test_a_rollback_keeps_the_counts_and_restores_the_bands() -> None:
     health, saved = settled(), settled()
-    run(health, [BAD, BAD, GOOD, *[HIGH] * 3])
+    run(health, [HIGH, HIGH, BAD])
+    assert health.losses == saved.losses, "outliers do not widen the band"
+    assert (health.steady, health.onset) == (False, 20)
+    run(health, [(2.0, 1.0), *[HIGH] * 3])
     after = health.rolled_back(16, saved)
-    assert (after.skipped, after.rollbacks, after.updates) == (2, 1, 26)
+    assert (after.skipped, after.rollbacks, after.updates) == (1, 1, 27)
     assert after.losses == saved.losses
     assert after.steady
 
@@ -286,8 +263,9 @@ def test_the_state_survives_json() -> None:
     again = Health.from_dict(health.config, data)
     assert again == health
     assert run(again, [BAD, BAD]) == run(health, [BAD, BAD]) == [SKIP, ROLLBACK]
+    data["strange"] = data.pop("rollbacks")
     with pytest.raises(ValueError, match="another version: rollbacks, strange"):
-        Health.from_dict(health.config, {**{k: v for k, v in data.items() if k != "rollbacks"}, "strange": 1})
+        Health.from_dict(health.config, data)
 
 
 def test_no_tensors_are_needed() -> None:

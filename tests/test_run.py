@@ -26,7 +26,6 @@ from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.folder import read_run
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.self_test import Comparison
 from matrixlib.engine.trainer import Trainer
 from matrixlib.hardware import speed
 from matrixlib.runs import report, watch
@@ -333,7 +332,7 @@ def test_what_is_timed_before_a_run_has_its_micro_batch(reports: Path, monkeypat
         return 40
 
     monkeypatch.setattr(runs.runtimes, "resolve", accelerated)
-    monkeypatch.setattr("matrixlib.engine.self_test.compare", lambda *_: Comparison("", 2048))
+    monkeypatch.setattr("matrixlib.engine.self_test.compare", lambda *_: ("", 2048))
     monkeypatch.setattr(runs.autotune, "fit_steps", timed)
     run = runs.open_run("demo", "cpu", run="tuned", overrides={"train": {"steps": "auto"}})
     run.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import build, equal, history, settings, weights
+from test_trainer import equal, history, settings, train, weights
 from torch import nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
@@ -36,25 +36,21 @@ def test_every_dropout_of_a_network_follows(name: str) -> None:
     config = load_config(preset, {"model": {**NETWORKS[name], "dropout": 0.4}})
     model = get_task(config.task).task(config).build_model()
     dropout = Dropout(model.modules(), [1.0, 0.5, 0.25])
-    seen = []
-    for progress in (0.0, 0.3, 0.34, 0.6, 0.67, 0.999, 1.5):
-        seen.append((dropout.enter(progress), rates(model)))
+    seen = [(dropout.enter(progress), rates(model)) for progress in (0.0, 0.3, 0.34, 0.6, 0.67, 0.999, 1.5)]
     assert [changed for changed, _ in seen] == [False, False, True, False, True, False, False]
     assert [rate for _, rate in seen] == [{0.4}] * 2 + [{0.2}] * 2 + [{0.1}] * 3
 
 
 def test_it_resumes_bit_for_bit(tmp_path: Path) -> None:
     config = settings(train={"dropout_stages": STAGES})
-    whole = build(tmp_path / "whole", config=config)
-    assert [stats.dropout for stats in whole.train()] == [1.0] * 4 + [0.5] * 4 + [0.0] * 4
-    list(build(tmp_path / "part", config=config).train(6))
-    part = build(tmp_path / "part", config=config)
-    part.resume()
-    list(part.train())
+    whole, stats = train(tmp_path / "whole", config=config)
+    assert [s.dropout for s in stats] == [1.0] * 4 + [0.5] * 4 + [0.0] * 4
+    train(tmp_path / "part", 6, config=config)
+    part, _ = train(tmp_path / "part", config=config)
     assert equal(weights(part), weights(whole))
     assert history(tmp_path / "part") == history(tmp_path / "whole")
-    plain = build(tmp_path / "plain")
-    assert [stats.dropout for stats in plain.train()] == [None] * 12
+    plain, stats = train(tmp_path / "plain")
+    assert [s.dropout for s in stats] == [None] * 12
     assert not equal(weights(plain), weights(whole))
 
 
@@ -103,13 +99,9 @@ def test_frozen_for_some_updates_and_back_at_full_weight() -> None:
     assert found.freeze(10)
     assert [found.factor(u) for u in range(11, 16)] == [0, 0, 0, 1, 1]
     assert not found.freeze(12), "instability while frozen makes it longer and is no new freeze"
+    found = Gate.from_dict(found.config, json.loads(json.dumps(found.to_dict())))
     assert [found.factor(u) for u in range(13, 17)] == [0, 0, 0, 1]
-
-
-def test_without_freeze_steps_nothing_is_frozen() -> None:
-    found = gate()
-    assert not found.freeze(10)
-    assert found.factor(11) == 1
+    assert not gate().freeze(10)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +112,6 @@ def test_rows_within_the_time_limit_are_whole_micro_batches(seconds: float, row:
     found = gate(seconds=seconds)
     found.took(row * 64, 64)
     assert found.rows(64, 8) == rows
-
-
-def test_the_state_survives_json() -> None:
-    found = gate(warmup=3, freeze=5)
-    found.freeze(7)
-    assert Gate.from_dict(found.config, json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_rows_that_a_time_limit_leaves_out_are_told() -> None:

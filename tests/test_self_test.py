@@ -20,7 +20,7 @@ from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
 
 from matrixlib.config import Config
 from matrixlib.engine import compiler, self_test
-from matrixlib.engine.self_test import Comparison, compare
+from matrixlib.engine.self_test import compare
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -80,7 +80,7 @@ def unsupported(value: Tensor) -> Tensor:
 def test_an_update_that_is_right_has_no_problem_and_leaves_the_random_streams_alone() -> None:
     before = torch.get_rng_state()
     found = compare(ToyTask(dropout=0.5, norm="batch"), toy_batch(32), BF16, CONFIG)
-    assert found == Comparison("", 1)
+    assert found == ("", 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -96,8 +96,8 @@ def test_an_update_that_is_right_has_no_problem_and_leaves_the_random_streams_al
 )
 def test_each_fault_of_a_device_is_seen(fault: dict[str, Any], problem: str) -> None:
     task = FaultyTask(faults=fault)
-    assert not compare(task, toy_batch(32), replace(BF16, dtype="fp32"), CONFIG).problem
-    found = compare(task, toy_batch(32), BF16, CONFIG).problem
+    assert not compare(task, toy_batch(32), replace(BF16, dtype="fp32"), CONFIG)[0]
+    found, _ = compare(task, toy_batch(32), BF16, CONFIG)
     assert re.search(problem, found), found
 
 
@@ -141,17 +141,13 @@ def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubD
     monkeypatch.setattr(Runtime, "apply", lambda self: None)
     monkeypatch.setattr(autotune, "runtime_config", lambda config, runtime: config)
 
-    def compared(task: object, batch: object, runtime: Runtime, config: object) -> Comparison:
+    def compared(task: object, batch: object, runtime: Runtime, config: object) -> tuple[str, int]:
         bad = runtime.dtype in wrong.split() and runtime.device == "mps"
-        return Comparison("a gradient a thousand times too large" if bad else "", 64)
+        return "a gradient a thousand times too large" if bad else "", 64
 
     monkeypatch.setattr(self_test, "compare", compared)
-    config = CONFIG.model_copy(update={"runtime": CONFIG.runtime.model_copy(update=options)})
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"batch_size": 4096, "micro_batch": 700})}
-    )
-    runtime = runtimes.resolve(config.runtime, config.train, config.data)
-    data: Any = StubData(runtime, config)
+    config = Config(task="toy", runtime=options, train={"batch_size": 4096, "micro_batch": 700})
+    data: Any = StubData(runtimes.resolve(config.runtime, config.train, config.data), config)
     return autotune.settle(data, config)  # type: ignore[return-value]
 
 
@@ -171,11 +167,10 @@ def test_a_wrong_dtype_falls_back_to_fp32_and_a_wrong_device_to_the_cpu(monkeypa
 def test_what_the_user_named_is_refused_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError, match=r"precision 'bf16' was asked for, but .* thousand times too large; use 'auto'"):
         settle(monkeypatch, "bf16", precision="bf16")
-    with pytest.raises(RunError, match="device 'mps' was asked for, but"):
-        settle(monkeypatch, "bf16 fp32", device="mps")
-    monkeypatch.setenv("MATRIXLIB_DEVICE", "mps")
-    with pytest.raises(RunError, match="device 'mps' was asked for, but"):
-        settle(monkeypatch, "bf16 fp32")
+    for options in ({"device": "mps"}, {}):
+        with pytest.raises(RunError, match="device 'mps' was asked for, but"):
+            settle(monkeypatch, "bf16 fp32", **options)
+        monkeypatch.setenv("MATRIXLIB_DEVICE", "mps")
 
 
 def test_on_mps_no_pass_has_more_rows_of_a_linear_layer_than_its_gradients_bear(
@@ -189,13 +184,12 @@ def test_on_mps_no_pass_has_more_rows_of_a_linear_layer_than_its_gradients_bear(
 
 def test_on_cuda_a_run_starts_with_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not with the size that is named; memory decides (`Step` halves it and the run keeps that)."""
-    monkeypatch.setattr(self_test, "compare", lambda *_: Comparison("", 1))
+    monkeypatch.setattr(self_test, "compare", lambda *_: ("", 1))
     monkeypatch.setattr(autotune, "runtime_config", lambda config, runtime: config)
-    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"batch_size": 4096})})
-    data: Any = StubData(toy_runtime(256, device="cuda"), config)
-    assert autotune.settle(data, config).runtime.micro_batch == 4096
-    named = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": 32})})
-    assert autotune.settle(data, named).runtime.micro_batch == 256
+    for named, rows in (("auto", 4096), (32, 256)):
+        config = Config(task="toy", train={"batch_size": 4096, "micro_batch": named})
+        data: Any = StubData(toy_runtime(256, device="cuda"), config)
+        assert autotune.settle(data, config).runtime.micro_batch == rows
 
 
 # The compiler

@@ -6,10 +6,9 @@ on to its next stage. Phases end at shares of the updates, or when a metric of t
 
 from __future__ import annotations
 
-import bisect
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -66,6 +65,15 @@ class StagesConfig(Section):
             raise ValueError(f"fractions {list(self.fractions)} add up to {sum(self.fractions):g}, not to 1")
         return self
 
+    def starts(self) -> list[tuple[Fraction, Any]]:
+        """(share of the updates after which it begins, stage) of each; shares are decimal, so that .5 + .3 is exactly
+        .8. One that is switched off stays in its last, hardest stage.
+        """
+        if not self.enabled:
+            return [(Fraction(0), self.stages[-1])]
+        shares = (Fraction(str(share)) for share in self.fractions[:-1])
+        return list(zip(itertools.accumulate(shares, initial=Fraction(0)), self.stages, strict=True))
+
 
 class SourceStages(StagesConfig):
     enabled: bool = option(False, "false = the last stage from the start")
@@ -84,26 +92,6 @@ class SourceCurriculumConfig(CurriculumConfig):
 
 
 @dataclass(frozen=True)
-class Dimension:
-    """One dimension: its stages, each any value that the task understands, and the share of updates of each."""
-
-    name: str
-    stages: tuple[Any, ...]
-    fractions: tuple[float, ...]
-
-    @classmethod
-    def of(cls, name: str, config: StagesConfig) -> Dimension:
-        """From its section; one that is switched off stays in its last, hardest stage."""
-        if not config.enabled:
-            return cls(name, (config.stages[-1],), (1.0,))
-        return cls(name, config.stages, config.fractions)
-
-    def starts(self) -> list[Fraction]:
-        """Share of the updates after which each stage begins; decimal, so that .5 + .3 is exactly .8."""
-        return [Fraction(0), *itertools.accumulate(Fraction(str(share)) for share in self.fractions[:-1])]
-
-
-@dataclass(frozen=True)
 class Phase:
     """One combination of stages. start: share of the updates after which it begins."""
 
@@ -115,15 +103,15 @@ class Phase:
         return ", ".join(f"{name} {_text(value)}" for name, value in self.values.items())
 
 
-def phases(dimensions: Sequence[Dimension]) -> tuple[Phase, ...]:
+def phases(dimensions: Mapping[str, StagesConfig]) -> tuple[Phase, ...]:
     """All phases in order; they depend on the stages alone, not on the number of updates."""
-    starts = {dimension.name: dimension.starts() for dimension in dimensions}
-    edges = sorted({Fraction(0), *itertools.chain.from_iterable(starts.values())})
-    return tuple(
-        Phase(i, edge, {d.name: d.stages[bisect.bisect_right(starts[d.name], edge) - 1] for d in dimensions})
-        for i, edge in enumerate(edges)
-        if edge < 1
-    )
+    starts = {name: dimension.starts() for name, dimension in dimensions.items()}
+    edges = {Fraction(0)}.union(edge for stages in starts.values() for edge, _ in stages if edge < 1)
+    found = []
+    for number, edge in enumerate(sorted(edges)):
+        values = {name: [stage for start, stage in stages if start <= edge][-1] for name, stages in starts.items()}
+        found.append(Phase(number, edge, values))
+    return tuple(found)
 
 
 STATE = ("phase", "history", "_next", "_validations", "_good", "_bad", "_falls")
@@ -136,19 +124,12 @@ class Curriculum:
     phase: number of the phase in force. history: (update, phase) of every change, the first being (0, 0).
     """
 
-    def __init__(self, config: CurriculumConfig, dimensions: Sequence[Dimension]) -> None:
-        self.config, self.dimensions = config, dimensions
-        self.phases = phases(dimensions)
-        self.phase = 0
+    def __init__(self, config: CurriculumConfig, dimensions: Mapping[str, StagesConfig]) -> None:
+        self.config, self.phases, self.phase = config, phases(dimensions), 0
         self.history: list[tuple[int, int]] = [(0, 0)]
         self._next = 0  # the phase that `record` decided on; `advance` brings it into force
         self._validations = self._good = self._bad = 0  # validations in this phase; in a row at `up`, below `down`
         self._falls = [0] * len(self.phases)  # how often each phase proved too hard
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """Dimension -> value of the stage in force."""
-        return self.phases[self.phase].values
 
     def advance(self, update: int, steps: int) -> bool:
         """Called before update `update` (from 0) of `steps`; True where a new phase begins with it."""
@@ -195,23 +176,18 @@ class Curriculum:
         stops = [start for start, _ in self.history[1:]] + [max(updates, self.history[-1][0])]
         return [(start, stop, self.phases[number]) for (start, number), stop in zip(self.history, stops, strict=True)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """State without the configuration, for the checkpoint."""
         state = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
         return {"phases": [str(phase) for phase in self.phases], **state}
 
-    @classmethod
-    def from_dict(
-        cls, config: CurriculumConfig, dimensions: Sequence[Dimension], data: Mapping[str, Any]
-    ) -> Curriculum:
-        """Inverse of `to_dict`. Raises ValueError when the state is of other phases."""
-        curriculum = cls(config, dimensions)
-        if data["phases"] != [str(phase) for phase in curriculum.phases]:
+    def load_state_dict(self, data: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`. Raises ValueError when the state is of other phases."""
+        if data["phases"] != [str(phase) for phase in self.phases]:
             raise ValueError(f"the curriculum had the phases {'; '.join(data['phases'])}")
         for name in STATE:
-            setattr(curriculum, name, copy.deepcopy(data[name]))
-        curriculum.history = [(update, phase) for update, phase in data["history"]]
-        return curriculum
+            setattr(self, name, copy.deepcopy(data[name]))
+        self.history = [(update, phase) for update, phase in data["history"]]
 
 
 def _text(value: Any) -> str:

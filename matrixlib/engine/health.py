@@ -4,8 +4,8 @@ OK moves the weights. SKIP moves none: the loss or a gradient is not finite. ROL
 checkpoint: loss or gradient norm stayed far above its running band, or came back from there to a worse loss, or
 updates stayed non-finite. HALT ends the run: it was rolled back too often, or there is nothing good to go back to.
 
-The band is robust (median and median absolute deviation of the last accepted updates), so that a few outliers inside
-it do not widen it. It has an upper edge only: a falling loss is no fault.
+The band (median and median absolute deviation of the last accepted updates) is not widened by a few outliers inside it.
+It has an upper edge only: a falling loss is no fault.
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ class Health(State):
         finite = stats.finite and math.isfinite(stats.main_loss) and math.isfinite(stats.grad_norm)
         if not finite and stats.overflow:
             self.overflows += 1
-            recent = [update for update in self.overflowed if update > stats.update - OVERFLOW_WINDOW]
-            self.overflowed = [*recent, stats.update]
+            self.overflowed = [*(u for u in self.overflowed if u > stats.update - OVERFLOW_WINDOW), stats.update]
             return Action.SKIP
         why = "not finite" if not finite else self._outlier(stats)
         if not why:
             self.nonfinite = self.outliers = 0
-            self._accept(stats)
+            self.losses = [*self.losses, stats.main_loss][-self.config.window :]
+            if not stats.warming_up:
+                self.norms = [*self.norms, stats.grad_norm][-self.config.window :]
+                self.clips = [*self.clips, stats.clipped][-CLIP_WINDOW:]
             return Action.ROLLBACK if self._settled_worse(stats) else Action.OK
         if self.steady:
             self.onset = stats.update
@@ -132,12 +134,6 @@ class Health(State):
         middle = median(ordered)
         return middle + self.config.band * max(_deviation(ordered), floor * abs(middle))
 
-    def _accept(self, stats: Stats) -> None:
-        self.losses = [*self.losses, stats.main_loss][-self.config.window :]
-        if not stats.warming_up:
-            self.norms = [*self.norms, stats.grad_norm][-self.config.window :]
-            self.clips = [*self.clips, stats.clipped][-CLIP_WINDOW:]
-
     @property
     def steady(self) -> bool:
         """Whether no update since the loss was last at its level was an outlier or not finite.
@@ -150,11 +146,6 @@ class Health(State):
     def clip_share(self) -> float:
         """Share of the latest updates after the warm-up whose gradient was clipped; 0 before there are any."""
         return sum(self.clips) / len(self.clips) if self.clips else 0.0
-
-    @property
-    def scale_falls(self) -> bool:
-        """Whether the loss scale has fallen at least `OVERFLOWS` times in `OVERFLOW_WINDOW` updates."""
-        return len(self.overflowed) >= OVERFLOWS
 
     def target(self, checkpoints: Sequence[int]) -> int | None:
         """Which of the checkpoints (update counts) a rollback goes to; None where none is good.
@@ -172,11 +163,10 @@ class Health(State):
 
         The learning rate is cut by the configured factor, on top of what is left of an earlier cut.
         """
-        health = Health(self.config, losses=saved.losses, norms=saved.norms, clips=saved.clips)
-        health.updates, health.skipped, health.overflows = self.updates, self.skipped, self.overflows
-        health.rollbacks, health.last = self.rollbacks + 1, self.last
-        health.cut, health.cut_at = self.rate_scale(self.onset) * self.config.rate_factor, step
-        return health
+        kept = {name: getattr(self, name) for name in ("updates", "skipped", "overflows", "last")}
+        bands = {name: getattr(saved, name) for name in ("losses", "norms", "clips")}
+        cut = self.rate_scale(self.onset) * self.config.rate_factor
+        return Health(self.config, **kept, **bands, rollbacks=self.rollbacks + 1, cut=cut, cut_at=step)
 
     def rate_scale(self, update: int) -> float:
         """Factor on the learning rate of `update`: the cut of the last rollback, going back to 1 linearly."""
@@ -188,45 +178,37 @@ class Health(State):
         """Start the bands anew: what is trained has changed (a phase of a curriculum), so the old ones do not hold."""
         self.losses, self.norms, self.before, self.after = [], [], [], []
 
-    def diagnosis(self, nothing_to_return_to: bool = False) -> str:
+    def diagnosis(self) -> str:
         """Why training was halted and what to try."""
-        row = (
-            f"{self.nonfinite} updates in a row were not finite"
-            if self.nonfinite
-            else f"{self.outliers} updates in a row were far outside the running band"
-        )
-        reason = (
-            "there is no checkpoint from before it to go back to"
-            if nothing_to_return_to
-            else f"the run had been rolled back {self.rollbacks} times (health.rollbacks)"
-        )
+        kind = f"{self.nonfinite} updates in a row were not finite"
+        if not self.nonfinite:
+            kind = f"{self.outliers} updates in a row were far outside the running band"
+        reason = f"the run had been rolled back {self.rollbacks} times (health.rollbacks)"
+        if self.rollbacks < self.config.rollbacks:
+            reason = "there is no checkpoint from before it to go back to"
         return (
-            f"{row} ({self.last}), and {reason}. {self.skipped} of {self.updates} updates were skipped in all. Lower "
+            f"{kind} ({self.last}), and {reason}. {self.skipped} of {self.updates} updates were skipped in all. Lower "
             "optim.learning_rate, lengthen optim.warmup_steps, use runtime.precision fp32, or look at the records "
             "that were kept as evidence for bad targets."
         )
 
     def warnings(self, stats: Stats, known: Container[str] = ()) -> list[Message]:
-        """About an update with items or terms without targets, or one that was skipped.
-
-        known: terms without targets that need no further word. A task counts items without a target in the metric
-        "<term>/skipped".
+        """About an update with items or terms without targets, or one that was skipped. known: terms without targets
+        that need no further word. A task counts items without a target in the metric "<term>/skipped".
         """
         empty = [term for term in stats.empty if term not in known]
         messages = [Message(Event.NO_TARGET, f"no valid target of {', '.join(empty)} in this update")] if empty else []
         for name, share in stats.metrics.items():
             term, _, what = name.rpartition("/")
             if what == "skipped" and share > 0:
-                count = share * stats.counts[term]
-                text = f"{count:.0f} items without a usable target of {term} were skipped"
+                text = f"{share * stats.counts[term]:.0f} items without a usable target of {term} were skipped"
                 messages.append(Message(Event.UNUSABLE_TARGETS, text, term))
         if stats.action is Action.SKIP:
             cause = "the loss scale was too large" if stats.overflow else self.last
             messages.append(Message(Event.SKIP, f"update skipped, no weight moved: {cause}"))
-        if stats.overflow and self.scale_falls:
-            text = f"the loss scale fell {len(self.overflowed)} times in {OVERFLOW_WINDOW} updates"
-            why = "normal at the start, later a sign that gradients are about to blow up"
-            messages.append(Message(Event.LOSS_SCALE, f"{text}: {why}"))
+        if stats.overflow and len(self.overflowed) >= OVERFLOWS:
+            text = f"the loss scale fell {len(self.overflowed)} times in {OVERFLOW_WINDOW} updates: normal at the start"
+            messages.append(Message(Event.LOSS_SCALE, f"{text}, later a sign that gradients are about to blow up"))
         return messages
 
     def clip_warning(self, p95: float, threshold: float) -> str:

@@ -26,8 +26,6 @@ HYSTERESIS = 0.05
 """The cache is cleared again only after the share fell this far below the threshold."""
 CALM_CHECKS = 10
 """Checks in a row after which a smaller chunk is tried larger again."""
-CLEAR_UPDATES = 100
-"""Updates at least between two clears of the cache."""
 ALLOCATORS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 """What names the CPU's allocator, and the status of cuBLAS, cuDNN and cuSOLVER, in errors that have no class."""
 
@@ -39,24 +37,18 @@ def usage(device: torch.device) -> Figures:
     """What this process holds now, in MiB; waits for no device.
 
     Everywhere: `rss_mib` (resident memory, memory-mapped shards included), `rss_peak_mib` (of the process's whole life:
-    the system never lets it fall, and Linux starts it at the parent's), `total_mib` (what the process may use: the
-    machine's memory, or the cgroup's limit). On an accelerator also what `backend.memory` has; the peak is since
-    `Monitor.interval` last reset it.
+    the system never lets it fall), `total_mib` (the machine's memory, or the cgroup's limit). On an accelerator also
+    what `backend.memory` has; the peak is since `Monitor.interval` last reset it.
     """
     info = psutil.Process().memory_info()
-    figures = {"rss_mib": info.rss, "rss_peak_mib": max(info.rss, _rss_peak(info)), "total_mib": machine.memory()}
-    figures |= {f"{name}_mib": value for name, value in backend.memory(device).items()}
-    return {name: round(value / MEBI, 1) for name, value in figures.items()}
-
-
-def _rss_peak(info: Any) -> int:
-    """Bytes; `info` has it on Windows. Linux counts it roughly: it may lie a little below the present RSS."""
     if sys.platform == "win32":
-        return info.peak_wset
-    import resource
+        peak = info.peak_wset
+    else:
+        import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    sizes = {"rss": info.rss, "rss_peak": max(info.rss, peak), "total": machine.memory(), **backend.memory(device)}
+    return {f"{name}_mib": round(size / MEBI, 1) for name, size in sizes.items()}
 
 
 def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
@@ -102,6 +94,11 @@ def _unnamed(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return (str(error) or repr(error)).splitlines()[0]
+
+
 def fresh_model(task: Task) -> torch.nn.Module:
     """A network of the task. ValueError where there is no memory for one of its size."""
     try:
@@ -109,7 +106,7 @@ def fresh_model(task: Task) -> torch.nn.Module:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise ValueError(f"no memory for this network, make it smaller: {str(error).splitlines()[0][:200]}") from error
+        raise ValueError(f"no memory for this network, make it smaller: {first_line(error)[:200]}") from error
 
 
 class OomBackoff:
@@ -150,11 +147,6 @@ class OomBackoff:
         return messages
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return (str(error) or repr(error)).splitlines()[0]
-
-
 @dataclass
 class Chunk:
     """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
@@ -181,16 +173,17 @@ class Chunk:
 
 
 class Monitor:
-    """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`."""
+    """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`.
+
+    needed: of the last check, see there.
+    """
 
     def __init__(
         self, device: torch.device, config: MemoryConfig, read: Callable[[torch.device], Figures] = usage
     ) -> None:
         """read: gives the figures of `usage`; tests put their own here."""
-        self._device, self._limit, self._read = device, float(config.limit), read
-        self._config, self._cleared, self._may_clear = config, -CLEAR_UPDATES, True
-        self._peak, self._clears = 0.0, 0
-        self.needed = 0.0  # `needed` at the last check
+        self._device, self._config, self._limit, self._read = device, config, float(config.limit), read
+        self._may_clear, self._clears, self._peak, self.needed = True, 0, 0.0, 0.0
 
     def apply_limit(self) -> str:
         """Let the allocator refuse more than `memory.limit`; what was done, in words, "" without one."""
@@ -206,9 +199,7 @@ class Monitor:
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
 
     def begin(self) -> None:
-        """Forget what was before the run: of the self-test the allocator still has the cache and the peak, which the
-        first check would take for the run's own.
-        """
+        """Forget what was before the run: the first check would take what the self-test left for the run's own."""
         if self._device.type != "cpu":
             gc.collect()  # its network lies in reference cycles
             backend.empty_cache(self._device)
@@ -222,36 +213,29 @@ class Monitor:
         """
         figures = self._measure()
         used, self.needed = share(figures, self._limit), needed(figures, self._limit)
-        messages = []
+        text, messages = f"memory: {used:.0%} in use after update {step};", list[Message]()
         if used > self._config.warn:  # at every check: the trainer limits the rate of its messages
-            text = f"memory: {used:.0%} in use after update {step}; a smaller train.micro_batch needs less"
-            messages.append(Message(Event.MEMORY, f"{text}, or model.checkpoint_every"))
+            advice = "a smaller train.micro_batch needs less, or model.checkpoint_every"
+            messages.append(Message(Event.MEMORY, f"{text} {advice}"))
         self._may_clear = self._may_clear or used < self._config.clear - HYSTERESIS
-        due = used > self._config.clear and self._may_clear and step - self._cleared >= CLEAR_UPDATES
-        if due and self._device.type != "cpu":
-            self._cleared, self._may_clear = step, False
-            self.clear()
+        if used > self._config.clear and self._may_clear and self._device.type != "cpu":
+            self._may_clear = False
+            self._clear()
             back = figures["driver_mib"] - self._read(self._device)["driver_mib"]
-            text = f"memory: {used:.0%} in use after update {step}; clearing the cache gave back {back:,.0f} MiB"
-            messages.append(Message(Event.CACHE_CLEARED, text))
+            messages.append(Message(Event.CACHE_CLEARED, f"{text} clearing the cache gave back {back:,.0f} MiB"))
         return messages
 
-    def chunked(self, step: int, present: int, size: int) -> list[Message]:
+    def chunked(self, step: int, present: int, size: int) -> Message:
         """After the self-supervised heads' rows at once have changed to `present` (0 = all) of `size`."""
         if self._device.type == "mps":  # whose allocator's cache counts as used: it would never seem enough
-            self.clear()
+            self._clear()
         text = f"memory: the self-supervised heads work on {present or size} of {size} rows at once after update {step}"
-        return [Message(Event.CHUNK, text)]
+        return Message(Event.CHUNK, text)
 
     def heartbeat(self) -> dict[str, Any]:
         """Time, host, process, its memory and how busy the GPU is."""
         who = {"time": utc_now(), "host": platform.node(), "pid": os.getpid()}
         return who | self._read(self._device) | backend.utilisation(self._device)
-
-    def clear(self) -> None:
-        """Empty the allocator's cache and count it."""
-        backend.empty_cache(self._device)
-        self._clears += 1
 
     def interval(self) -> Figures:
         """`usage` with three more, for the time since the last call: `peak_mib`, `clears`; and `share` now.
@@ -267,6 +251,10 @@ class Monitor:
         self._forget_peak()
         self._clears = 0
         return figures
+
+    def _clear(self) -> None:
+        backend.empty_cache(self._device)
+        self._clears += 1
 
     def _forget_peak(self) -> None:
         backend.reset_peak_memory(self._device)

@@ -28,10 +28,6 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _NAMED = re.compile(rb'"(nan|-?inf)"')
 
 
-class MetricsError(ValueError):
-    """A metrics file that cannot be read; the message names the line."""
-
-
 def interval(steps: int) -> int:
     """Updates between two logged ones of a run of `steps` updates."""
     return -(-steps // MAX_ROWS)
@@ -41,7 +37,7 @@ def read(path: Path) -> list[Row]:
     """Rows in order of their steps; what a later row of a step says stands over an earlier one's. A torn last line is
     left out.
 
-    Raises MetricsError naming the line where any other line is not a row, FileNotFoundError without a file.
+    Raises ValueError naming the line where any other line is not a row, FileNotFoundError without a file.
     """
     rows: dict[int, Row] = {}
     for row, _ in _rows(Path(path)):
@@ -98,14 +94,15 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     recent: the latest rows, written or not.
     """
 
-    def __init__(self, path: Path, every: int = 1) -> None:
-        """every: of so many updates one is written, see `interval`."""
-        self.path, self._every = Path(path), every
+    def __init__(self, path: Path, every: int = 1, writes: bool = True) -> None:
+        """every: of so many updates one is written, see `interval`. writes: False where another rank writes it."""
+        self.path, self._every, self._writes = Path(path), every, writes
         self.recent = deque[Row](maxlen=RECENT_ROWS)
         self._unwritten = Counter[str]()  # seconds by phase, of updates since the last row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
-        self._shorten(max((end for _, end in _lines(self.path)), default=0))
+        if writes:
+            self._shorten(max((end for _, end in _lines(self.path)), default=0))
 
     def write(self, row: Mapping[str, Any], always: bool = True) -> None:
         """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added. always: also
@@ -115,7 +112,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         Values: numbers, strings, None, and mappings or lists of them; tensors and arrays of one element count
         as numbers. Anything else raises TypeError naming its key.
         """
-        assert "step" in row, "a metrics row needs its update step"
+        if not self._writes:
+            return
         data: Row = plain({"time": utc_now(), "step": row["step"], "micro_step": None} | dict(row))
         self.recent.append(data)
         if self._every > 1:
@@ -138,10 +136,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         os.fsync(self._file.fileno())
 
     def truncate_to(self, step: int) -> int:
-        """Cut every row beyond `step` (a resumed run writes them again); returns how many were cut.
-
-        A crash leaves the file as it was or as it is to be.
+        """Cut every row beyond `step` (a resumed run writes them again); returns how many were cut. A crash leaves the
+        file as it was or as it is to be.
         """
+        if not self._writes:
+            return 0
         ends = [(row["step"], end) for row, end in _rows(self.path)]
         kept = next((i for i, (other, _) in enumerate(ends) if other > step), len(ends))
         self._shorten(ends[kept - 1][1] if kept else 0)
@@ -161,26 +160,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class NoLog(MetricsLog):
-    """The log of a rank that writes none: another writes it at `path`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-
-    def write(self, row: Mapping[str, Any], always: bool = True) -> None:
-        """Nothing is written."""
-
-    def sync(self) -> None:
-        """Nothing is written."""
-
-    def truncate_to(self, step: int) -> int:
-        """Nothing is cut."""
-        return 0
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -205,10 +184,10 @@ def _parse(line: bytes, path: Path, number: int) -> Row:
     try:
         row = json.loads(line.decode())
     except ValueError as error:
-        raise MetricsError(f"{path.name} line {number} is not JSON ({error}); {advice}") from None
+        raise ValueError(f"{path.name} line {number} is not JSON ({error}); {advice}") from None
     step = row.get("step") if isinstance(row, dict) else None
     if not isinstance(step, int) or isinstance(step, bool):
-        raise MetricsError(f"{path.name} line {number} has no integer 'step'; {advice}")
+        raise ValueError(f"{path.name} line {number} has no integer 'step'; {advice}")
     return _floats(row) if _NAMED.search(line) else row  # a walk through every row costs more than reading it
 
 

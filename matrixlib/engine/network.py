@@ -47,9 +47,7 @@ class Network:
         self, model: nn.Module, task: GameTask, runtime: runtimes.Runtime, serving: runtimes.Serving | None = None
     ) -> None:
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
-        self.task = task
-        self.runtime = runtime
-        self.serving = serving or runtimes.serving(runtime.device)
+        self.task, self.runtime, self.serving = task, runtime, serving or runtimes.serving(runtime.device)
         self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
         self._tried: set[int] = set()  # sizes of batches that have gone through the compiled network
 
@@ -85,12 +83,12 @@ class Network:
         with torch.inference_mode(), self.runtime.autocast():
             out = self._predict(tensors, heads)
             flat = torch.cat([tensor.float().reshape(len(tensor), -1) for tensor in out.values()], dim=1)
-        columns = np.cumsum([tensor[0].numel() for tensor in out.values()])[:-1]
-        parts = np.split(flat.cpu().numpy()[:count], columns, axis=1)
-        return {
-            name: part.reshape(count, *tensor.shape[1:])
-            for (name, tensor), part in zip(out.items(), parts, strict=True)
-        }
+        whole, column, parts = flat.cpu().numpy()[:count], 0, {}
+        for name, tensor in out.items():
+            width = tensor[0].numel()
+            parts[name] = whole[:, column : column + width].reshape(count, *tensor.shape[1:])
+            column += width
+        return parts
 
     def _predict(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
         """The task's `predict`, compiled where that was decided and works; never for self-supervised heads."""
@@ -105,13 +103,10 @@ class Network:
                 out = self.task.predict(self._compiled, tensors)
             self._tried.add(size)
             return out
-        except FailOnRecompileLimitHit as error:
-            reason = str(error.__cause__ or error)
-        except RuntimeError as error:
-            if size in self._tried or out_of_memory(error):
+        except (RuntimeError, FailOnRecompileLimitHit) as error:
+            if isinstance(error, RuntimeError) and (size in self._tried or out_of_memory(error)):
                 raise
-            reason = str(error)
-        reason = " ".join(reason.split())[:200]
+            reason = " ".join(str(error.__cause__ or error).split())[:200]
         warnings.warn(f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2)
         self._compiled = None
         return self.task.predict(self.model, tensors, heads)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, types.NoneType)
+_LIBRARIES = ("builtins", "abc", "torch", "numpy", "matrixlib")
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -39,12 +42,10 @@ class Parts:
 
     def named(self) -> dict[str, Any]:
         """The given parts by name, such as `heads.mobility` or `schedule`."""
-        single = {name: getattr(self, name) for name in ("trunk", "schedule", "optimizer")}
-        return {
-            **{f"heads.{head.name}": head for head in self.heads},
-            **{f"losses.{term}": loss for term, loss in self.losses.items()},
-            **{name: part for name, part in single.items() if part is not None},
-        }
+        named = {f"heads.{head.name}": head for head in self.heads}
+        named |= {f"losses.{term}": loss for term, loss in self.losses.items()}
+        named |= {"trunk": self.trunk, "schedule": self.schedule, "optimizer": self.optimizer}
+        return {name: part for name, part in named.items() if part is not None}
 
     def record(self) -> dict[str, dict[str, str]]:
         """What a run keeps of each part; ValueError for one whose source cannot be found."""
@@ -64,10 +65,6 @@ def describe(part: Any) -> dict[str, str]:
     return {"path": f"{owner.__module__}:{owner.__qualname__}", "sha256": digest, **local}
 
 
-_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, types.NoneType)
-_LIBRARIES = ("builtins", "abc", "torch", "numpy", "matrixlib")
-
-
 def _sources(part: Any, seen: set[int]) -> Iterator[str]:
     """Source of a part, and of everything of its module or notebook that it uses."""
     if id(part) in seen:
@@ -82,15 +79,12 @@ def _sources(part: Any, seen: set[int]) -> Iterator[str]:
         yield f"{part.__module__}.{part.__qualname__}"
     else:
         yield _source(part)
-        functions = [part] if isinstance(part, types.FunctionType) else _methods(part)
-        for function in functions:
+        for function in [part] if isinstance(part, types.FunctionType) else _methods(part):
             used = inspect.getclosurevars(function)
-            ours = {
-                name: value
-                for name, value in used.globals.items()
-                if isinstance(value, _PLAIN) or getattr(value, "__module__", "") in (part.__module__, "__main__")
-            }
-            yield from _values({**used.nonlocals, **ours}, seen)
+            for name, value in used.globals.items():
+                if isinstance(value, _PLAIN) or getattr(value, "__module__", "") in (part.__module__, "__main__"):
+                    yield from _values({name: value}, seen)
+            yield from _values(used.nonlocals, seen)
         for base in part.__bases__ if isinstance(part, type) else ():
             yield from _sources(base, seen)
 
@@ -125,15 +119,10 @@ def _source(part: Any) -> str:
 def refuse_other(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: str) -> None:
     """ValueError unless these are the parts that a run was begun with."""
     own = given.record()
-    differences = [
-        *(f"'{name}' is missing" for name in recorded.keys() - own.keys()),
-        *(f"'{name}' is new" for name in own.keys() - recorded.keys()),
-        *(
-            f"'{name}' has another source"
-            for name in own
-            if recorded.get(name, own[name])["sha256"] != own[name]["sha256"]
-        ),
-    ]
+    differences = [f"'{name}' is missing" for name in recorded.keys() - own.keys()]
+    differences += [f"'{name}' is new" for name in own.keys() - recorded.keys()]
+    same = {name for name in own.keys() & recorded.keys() if recorded[name]["sha256"] == own[name]["sha256"]}
+    differences += [f"'{name}' has another source" for name in own.keys() & recorded.keys() - same]
     if differences:
         raise ValueError(
             f"run '{run}' was begun with other parts: {', '.join(sorted(differences))}; give open_run() the same ones "

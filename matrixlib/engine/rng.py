@@ -32,22 +32,14 @@ class Streams:
     def plain(self) -> dict[str, Any]:
         """The other part as JSON data."""
         inner = self.numpy["state"]
-        return {
-            "python": [self.python[0], list(self.python[1]), self.python[2]],
-            "numpy": {**self.numpy, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}},
-        }
+        numpy = {**self.numpy, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}}
+        return {"python": self.python, "numpy": numpy}
 
 
 def from_saved(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Streams:
     """Inverse of `Streams.tensors` and `Streams.plain`."""
     version, inner, gauss = plain["python"]
-    state = plain["numpy"]["state"]
-    return Streams(
-        python=(version, tuple(inner), gauss),
-        numpy={**plain["numpy"], "state": {**state, "key": np.array(state["key"], dtype=np.uint32)}},
-        torch=tensors["torch"],
-        device=tensors.get("device"),
-    )
+    return Streams((version, tuple(inner), gauss), plain["numpy"], tensors["torch"], tensors.get("device"))
 
 
 def capture(device: torch.device) -> Streams:

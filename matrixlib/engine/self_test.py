@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from matrixlib.config import Config, GatingConfig
 from matrixlib.engine import optim, rng
 from matrixlib.engine.diagnostics import block_of
-from matrixlib.engine.memory import fresh_model, out_of_memory
+from matrixlib.engine.memory import first_line, fresh_model, out_of_memory
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
@@ -47,18 +47,9 @@ class LinearRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """An update on a device beside the same on the CPU in fp32. problem: what is wrong with it, "" = nothing.
-    linear_rows: of the largest linear layer's input for one row of the batch, of an update that is right.
-    """
-
-    problem: str
-    linear_rows: int = 0
-
-
-def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> Comparison:
-    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32.
+def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[str, int]:
+    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32: (what is
+    wrong with it, "" = nothing; rows of the largest linear layer's input for one row of the batch).
 
     In eval mode, as dropout draws other numbers on each device; without the compiler. What fails on the CPU in fp32 too
     is no fault of the device and is raised. Random streams are afterwards as they were.
@@ -82,50 +73,46 @@ def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> Compa
         except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
             if out_of_memory(error):
                 raise
-            return Comparison((str(error) or repr(error)).splitlines()[0])
+            return first_line(error), 0
     finally:
         rng.restore(streams, runtime.torch_device)
-    exact = runtime.dtype == "fp32" and not runtime.tf32
-    return Comparison(_difference(measured, expected, exact), -(-linear.rows // rows(part)))
+    tolerance = TOLERANCE[runtime.dtype == "fp32" and not runtime.tf32]
+    return _difference(*measured, *expected, *tolerance), -(-linear.rows // rows(part))
 
 
 def _update(
     task: Task, network: nn.Module, runtime: Runtime, config: Config, batches: list[Batch]
-) -> tuple[Stats, Mapping[str, Tensor]]:
+) -> tuple[Stats, dict[str, Tensor]]:
     """The last of these updates, and each block's gradient in float64 on the host, before clipping."""
     step = Step(task, network, runtime, config, steps=1000)
     network.eval()
     weights = {name: tensor.clone() for name, tensor in optim.named_tensors(network).items()}
     for batch in batches:
         optim.load_tensors(network, weights)  # each from the same weights
-        stats = step(batch)
-        for _ in range(MAX_OVERFLOWS):
-            if not stats.overflow:
+        for _ in range(1 + MAX_OVERFLOWS):
+            if not (stats := step(batch)).overflow:
                 break
-            stats = step(batch)
-    blocks: dict[str, list[Tensor]] = {}
+    blocks = defaultdict[str, list[Tensor]](list)
     for name, parameter in network.named_parameters():
         if parameter.grad is not None:
-            gradient = parameter.grad.detach().cpu().double().flatten()
-            blocks.setdefault(block_of(network, name), []).append(gradient)
+            blocks[block_of(network, name)].append(parameter.grad.detach().cpu().double().flatten())
     return stats, {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
 def _difference(
-    measured: tuple[Stats, Mapping[str, Tensor]], expected: tuple[Stats, Mapping[str, Tensor]], exact: bool
+    stats: Stats, gradients: dict[str, Tensor], wanted: Stats, right: dict[str, Tensor], loss: float, gradient: float
 ) -> str:
-    """What is wrong with an update beside another of the same rows, in words; "" where they agree. exact: in fp32."""
-    loss_tolerance, gradient_tolerance = TOLERANCE[exact]
-    (stats, gradients), (wanted, right) = measured, expected
+    """What is wrong with an update beside another of the same rows, in words; "" where they agree. loss, gradient:
+    relative tolerances.
+    """
     if not stats.finite:
         return stats.detail or "the loss scale fell without end"
-    norms = {name: float(gradient.norm()) for name, gradient in right.items()}
+    norms = {name: float(value.norm()) for name, value in right.items()}
     blocks = [name for name, norm in norms.items() if norm >= NEGLIGIBLE * max(norms.values())]
     errors = {name: float((gradients[name] - right[name]).norm()) / norms[name] for name in blocks}
     try:
-        assert_close(stats.losses, wanted.losses, rtol=loss_tolerance, atol=1e-3 * loss_tolerance)
-        assert_close(errors, dict.fromkeys(blocks, 0.0), rtol=0.0, atol=gradient_tolerance)
+        assert_close(stats.losses, wanted.losses, rtol=loss, atol=1e-3 * loss)
+        assert_close(errors, dict.fromkeys(blocks, 0.0), rtol=0.0, atol=gradient)
     except AssertionError as error:
-        what = "losses" if stats.losses.keys() != wanted.losses.keys() or not errors else "losses or gradients"
-        return f"{what} are not the CPU's: {' '.join(str(error).split())}"
+        return f"losses or gradients are not the CPU's: {' '.join(str(error).split())}"
     return ""

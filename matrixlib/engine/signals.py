@@ -42,16 +42,14 @@ class Signals:
             raise KeyboardInterrupt
 
     def agree(self, ranks: Ranks) -> None:
-        """As `check`, on all ranks where one of them has been told: a launcher may tell any. What comes while they are
-        asked is heard next time, as the others have not been told of it.
+        """As `check`, on all ranks where one of them has been told: a launcher may tell any, and the others later. What
+        comes while they are asked is heard next time, as the others have not been told of it.
         """
         told = ranks.total({"interrupts": self.interrupts, "terminated": int(self.terminated is not None)})
         self.agreed = any(told.values())
         if told["terminated"]:
-            self.terminated = self.terminated or time.monotonic()
             raise Terminated(128 + signal.SIGTERM)
         if told["interrupts"]:
-            self.interrupts = self.interrupts or told["interrupts"]
             raise KeyboardInterrupt
 
     def note(self, number: int, frame: FrameType | None) -> None:

@@ -78,22 +78,20 @@ class Stats:
     step: updates done, this one included; steps: of the whole run. micro_step: forward passes done. loss: weighted
     total of `losses`, the means over items by term, in training mode, before the update. metrics: means by "term/name".
     grad_norm: global norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the
-    warm-up. action: what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no
-    weight so far, for a blow-up or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data
-    and updating. times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late.
-    loader: how its workers keep up, where there are any (`Source.prefetch_stats`). throughput: rows per second over the
-    last updates. share_of_peak: of the device's matrix rate, where that is known. gate: factor on the weights of the
-    self-supervised terms, where there are any. dropout: factor on the rates of dropout, where they change. left_out:
-    rows without these terms, for `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`, where
-    there was one. memory: use since the last row that has it, and how busy the GPU is. statistics: "outputs",
-    "gradient_norm", "blocks" and "dead_units", at their interval. initial: at the first update, by term "loss",
-    "chance" and "floor". extra: numbers of the user's own (`Trainer.log`). messages: for people.
+    warm-up. action: "verdict" in metrics.jsonl. skipped, overflows: updates that moved no weight so far, for a blow-up
+    or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data and updating. times: seconds
+    of each phase (`timing.PHASES`), on a GPU maybe one update late. loader: `Source.prefetch_stats`. throughput: rows
+    per second. share_of_peak: of the device's matrix rate. gate, dropout: factor on the weights of the self-supervised
+    terms, on the rates of dropout. left_out: rows without these terms, for `gating.seconds`. phase: of the curriculum.
+    validation: fields of `Validation`. memory: use since the last row that has it. statistics: "outputs",
+    "gradient_norm", "blocks" and "dead_units". initial: at the first update, by term "loss", "chance" and "floor".
+    extra: numbers of the user's own (`Trainer.log`). messages: for people. None or (): not in this update.
 
     Not logged: main_loss: `loss` without the self-supervised terms, whose weights change. counts: items by term; one
-    without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if any part (a
-    term, a gradient) is not finite; detail: which, in words. overflow: not finite, but the loss is and a loss scale
-    explains the rest. clipped: the norm was above the threshold. warming_up: the learning rate has not reached its
-    peak. passes: forward passes of this update. rows: of all ranks.
+    without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if a term or a
+    gradient is not finite; detail: which, in words. overflow: not finite, but the loss is and a loss scale explains the
+    rest. clipped: the norm was above the threshold. warming_up: the learning rate has not reached its peak. passes:
+    forward passes of this update. rows: of all ranks.
     """
 
     step: int
@@ -179,40 +177,29 @@ class State:
 
 @dataclass
 class RateLimiter(State):
-    """Lets one message of each kind through in an interval, then how often it came again. In the checkpoint.
+    """Lets one message of each kind through in an interval, with how often it came since the last. In the checkpoint.
 
-    config: the interval, in updates. since: update at which a kind was let through last. again: how often it has come
-    since then; latest: in which words.
+    config: the interval, in updates. since: update at which a kind was let through last. again: how often since then.
     """
 
     config: int
     since: dict[str, int] = field(default_factory=dict)
     again: dict[str, int] = field(default_factory=dict)
-    latest: dict[str, str] = field(default_factory=dict)
 
-    def filter(self, step: int, messages: Iterable[Message], last: bool = False) -> list[Message]:
-        """What of an update's messages a person is told, with the counts of those whose interval is over.
-
-        last: the run ends with this update, so that every count is told.
-        """
+    def filter(self, step: int, messages: Iterable[Message]) -> list[Message]:
+        """What of an update's messages a person is told."""
         passed = []
         for message in messages:
             kind = f"{message.event}:{message.subject}"
-            if kind in self.since:
+            since = self.since.get(kind, step - self.config)
+            if step - since < self.config:
                 self.again[kind] = self.again.get(kind, 0) + 1
-                self.latest[kind] = str(message)
-            else:
-                self.since[kind] = step
-                passed.append(message)
-        for kind, since in list(self.since.items()):
-            if not last and step - since < self.config:
                 continue
-            del self.since[kind]
             if count := self.again.pop(kind, 0):
-                event, _, subject = kind.partition(":")
-                text = f"{self.latest.pop(kind)} ({count:,} times more after update {since:,})"
-                passed.append(Message(Event(event), text, subject))
-                self.since[kind] = step
+                text = f"{message} ({count:,} times more after update {since:,})"
+                message = Message(message.event, text, message.subject)
+            self.since[kind] = step
+            passed.append(message)
         return passed
 
 
@@ -222,16 +209,3 @@ def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:
         return {}
     ordered = sorted(norms)
     return {"median": median(ordered), "p95": ordered[math.ceil(0.95 * len(ordered)) - 1]}
-
-
-def metric_means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float]:
-    """Metric sums "term/name" divided by the counts of their terms; those without items are left out."""
-    terms = {name: name.split("/")[0] for name in sums}
-    return {name: value / counts[terms[name]] for name, value in sums.items() if counts[terms[name]]}
-
-
-def culprits(sums: Mapping[str, float], gradients: str) -> str:
-    """The terms whose loss is not finite, and what there is to say of the gradients."""
-    terms = sorted(term for term, value in sums.items() if not math.isfinite(value))
-    loss = f"not finite: loss of {', '.join(terms)}" if terms else ""
-    return "; ".join(filter(None, [loss, gradients]))

@@ -24,7 +24,7 @@ from matrixlib.engine.memory import first_line, fresh_model, may_be_memory, out_
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.parts import Parts
 from matrixlib.engine.schedule import Dropout, Gate, Plateau, learning_rate, warmup_updates
-from matrixlib.engine.stats import Action, Event, Message, Stats, culprits, metric_means
+from matrixlib.engine.stats import Action, Event, Message, Stats
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
 from matrixlib.hardware.backend import synchronize
@@ -33,10 +33,8 @@ from matrixlib.hardware.runtime import Runtime
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What one update computes: the terms, their weights, and the items that their sums are divided by.
-
-    weights: factor of each term's mean. main: the terms that are not gated.
-    until: rows with the gated terms; the others get the terms of `main` alone.
+    """What one update computes. weights: factor of each term's mean. main: the terms that are not gated. until: rows
+    with the gated terms; the others get the terms of `main` alone.
     """
 
     task: Task
@@ -47,14 +45,9 @@ class UpdatePlan:
     ranks: Ranks
 
     @cached_property
-    def counts(self) -> dict[str, int]:
-        """Items of each term, of all ranks."""
-        return {term: self.totals[term] for term in self.weights}
-
-    @cached_property
     def totals(self) -> dict[str, int]:
-        """The same, and "" for rows. Made when it is asked for: on the host, while a GPU works on the first forward
-        pass.
+        """Items of each term, of all ranks, which its sums are divided by; "" for rows. Made when it is asked for: on
+        the host, while a GPU works on the first forward pass.
         """
         counts = self.task.counts(self.batch)
         if self.until < rows(self.batch):
@@ -64,7 +57,7 @@ class UpdatePlan:
 
 
 class Step:
-    """Makes one update from one batch: forward and backward over micro-batches, judge, apply or skip.
+    """Makes one update from one batch.
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
     pass, halved when memory runs out), gradients (the last report), active (terms that are computed at all), gated
@@ -124,9 +117,8 @@ class Step:
         self._untried = True  # until an update has gone through the model, which may fail to compile
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
-        self._side_parameters = (
-            [p for group in self.side_optimizer.param_groups for p in group["params"]] if self.side_optimizer else []
-        )
+        aside = self.side_optimizer.param_groups if self.side_optimizer is not None else []
+        self._side_parameters = [p for group in aside for p in group["params"]]
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
         self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
@@ -151,8 +143,8 @@ class Step:
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
                 if self.consistent:
-                    self._restore_buffers()
-                self._keep_scale()
+                    optim.copy_tensors(self._buffers, self._before)
+                self._close_scale(keep=True)
             raise
         return replace(stats, messages=tuple(messages))
 
@@ -171,7 +163,6 @@ class Step:
         """(tensors by group, plain data) of a checkpoint between two updates. Where the network is cut over ranks all
         of them ask for it, and rank 0 alone gets the tensors.
         """
-        assert self.consistent, "a half-made update cannot be saved"
         tensors = {
             "model": optim.named_tensors(self.model),
             "optimiser": optim.optimiser_tensors(self.optimiser, self.model),
@@ -238,10 +229,9 @@ class Step:
         return UpdatePlan(self.task, batch, weights, active - gated, until, self.ranks)
 
     def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[Message]]:
-        """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
-
-        Where memory runs out, or a compiled model fails at its first update, it is repeated with half the
-        micro-batch, or without the compiler, from the same random state and buffers.
+        """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages. Where
+        memory runs out, or a compiled model fails at its first update, it is repeated with half the micro-batch, or
+        without the compiler, from the same random state and buffers.
         """
         messages: list[Message] = []
         if not self.ranks.first:  # nothing of it is kept: a checkpoint knows of no ranks
@@ -266,22 +256,19 @@ class Step:
                 self._untried = False
                 return plan, sums, messages
             # Outside of the except block: the traceback would keep the activations alive.
-            self._restore_buffers()
+            optim.copy_tensors(self._buffers, self._before)
             if problem == "compiler":  # an error of the model's own comes back without the compiler
                 self.model = unwrap(self.model)
                 messages.append(Message(Event.COMPILER, f"torch.compile failed, going on without it: {text[:200]}"))
                 continue
             size = self.ranks.same(min(self.micro_batch, rows(batch)))
             self.micro_batch = -(-size // 2)
-            text = (
-                f"out of memory with a micro-batch of {size} ({text}); the update is repeated with {self.micro_batch}"
-            )
-            messages.append(Message(Event.OUT_OF_MEMORY, f"{text}, which the run keeps from now on"))
+            text = f"out of memory with a micro-batch of {size} ({text}); the update is repeated with"
+            text = f"{text} {self.micro_batch}, which the run keeps from now on"
+            messages.append(Message(Event.OUT_OF_MEMORY, text))
 
     def _judge(self, batch: Batch, plan: UpdatePlan, sums: dict[str, Tensor], report: bool) -> tuple[Stats, Tensor]:
-        """Read the numbers and decide; the stats and the gradients' norm. From here on counters and weights change
-        together.
-        """
+        """Read the numbers and decide: the stats and the gradients' norm."""
         if self.scaler is not None:
             self._unscaled = True
             for optimiser in self._optimisers():
@@ -295,9 +282,10 @@ class Step:
             values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
         norms = {name: values[name] if self.ranks.first else 0.0 for name in ("", "aside") if name in values}
         values = self.ranks.total(values | norms)
-        grad_norm, counts = values.pop(""), plan.counts
+        grad_norm, counts = values.pop(""), {term: plan.totals[term] for term in plan.weights}
         moves = math.isfinite(values.pop("aside", 0.0))
-        losses = {t: values[t] / counts[t] for t in sorted(counts) if counts[t]}
+        means = {k: v / counts[k.split("/")[0]] for k, v in values.items() if counts[k.split("/")[0]]}
+        losses = {t: means[t] for t in sorted(counts) if t in means}
         finite = all(math.isfinite(values[term]) for term in counts)
         healthy = finite and math.isfinite(grad_norm) and moves
         overflow = not healthy and finite and self.scaler is not None and self.scaler.get_scale() > 1
@@ -305,7 +293,9 @@ class Step:
         self.gradients = looked_at if report else self.gradients
         detail = ""
         if not healthy:
-            detail = culprits({t: values[t] for t in counts}, str(looked_at))
+            terms = [term for term in sorted(counts) if not math.isfinite(values[term])]
+            detail = f"not finite: loss of {', '.join(terms)}" if terms else ""
+            detail = "; ".join(filter(None, [detail, str(looked_at)]))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
                 # Whether a weight that is cut is finite only the rank with that part of it knows, and says more.
                 detail += max(self.ranks.gather(self._first_nonfinite(batch, plan)), key=len)
@@ -314,7 +304,7 @@ class Step:
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
             main_loss=sum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
             losses=losses,
-            metrics=metric_means({k: v for k, v in values.items() if k not in counts}, counts),
+            metrics={name: mean for name, mean in means.items() if name not in counts},
             counts=counts,
             empty=tuple(term for term in sorted(counts) if not counts[term]),
             grad_norm=grad_norm,
@@ -323,7 +313,7 @@ class Step:
             detail=detail,
             clipped=grad_norm > self.config.optim.clip_norm,
             warming_up=self.update < self.warmup,
-            learning_rate=self._rate(),
+            learning_rate=self.schedule(self.update) * self.plateau.factor * self.health.rate_scale(self.update),
             passes=-(-rows(batch) // self.micro_batch),
             rows=plan.totals[""],
             gate=self.gate.factor(self.update) if self.gated else None,
@@ -341,9 +331,6 @@ class Step:
             rollbacks=health.rollbacks,
         ), norm
 
-    def _rate(self) -> float:
-        return self.schedule(self.update) * self.plateau.factor * self.health.rate_scale(self.update)
-
     def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[Message]:
         """Move the weights, or put the buffers back; messages."""
         messages = []
@@ -356,27 +343,22 @@ class Step:
             with self.clock.phase("optimiser"):
                 self._move(stats.learning_rate)
         else:
-            self._restore_buffers()
+            optim.copy_tensors(self._buffers, self._before)
             if self.ema is not None:
                 self.ema.after(self.steps, self.update, moved=False)
             if not stats.overflow and self.gated and self.gate.freeze(self.update):
                 text = f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
                 messages.append(Message(Event.GATED, text, "frozen"))
-        if self.scaler is not None and (stats.action is Action.OK or stats.overflow):
-            self.scaler.update()
-            self._unscaled = False
-        self._keep_scale()
+        self._close_scale(keep=stats.action is not Action.OK and not stats.overflow)
         self._streams = rng.capture(self.runtime.torch_device)
         self.update += 1
         self.consistent = True
         return messages
 
-    def _keep_scale(self) -> None:
-        """Close an update whose gradients were unscaled and not used, with the loss scale as it is: a bad batch says
-        nothing about it.
-        """
+    def _close_scale(self, keep: bool) -> None:
+        """End the loss scale's part in an update. keep: leave it as it is, as a bad batch says nothing about it."""
         if self.scaler is not None and self._unscaled:
-            self.scaler.update(self.scaler.get_scale())
+            self.scaler.update(self.scaler.get_scale() if keep else None)
             self._unscaled = False
 
     def _accumulate(self, batch: Batch, plan: UpdatePlan, timed: bool = True) -> dict[str, Tensor]:
@@ -399,7 +381,7 @@ class Step:
         return sums
 
     def _pass(self, part: Batch, plan: UpdatePlan, active: frozenset[str]) -> dict[str, Tensor]:
-        """Forward and backward of one micro-batch; its sums."""
+        """Forward and backward of one micro-batch's share of the update's weighted loss; detached sums by name."""
         with self.clock.phase("copy"):
             part = to_device(part, self.runtime.torch_device)
         if self.teacher is not None:
@@ -407,30 +389,24 @@ class Step:
                 part = self.taught(part)
         with self.clock.phase("forward"):
             compiler.begin_pass(self.runtime.compile)
-            total, values = self._forward(part, plan, active)
+            with self.runtime.autocast():
+                losses, metrics = self.task.losses(self.model, part, active)
+            assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
+            # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
+            factors = {t: plan.weights[t] / plan.totals[t] if plan.totals[t] else 0.0 for t in sorted(losses)}
+            total = torch.stack([losses[t] * factor for t, factor in factors.items()]).sum()
         if not total.requires_grad:
             raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
         with self.clock.phase("backward"):
             (total if self.scaler is None else self.scaler.scale(total)).backward()
-        return values
-
-    def _forward(self, part: Batch, plan: UpdatePlan, active: frozenset[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted loss of one micro-batch on the device, its share of the update's, and detached sums by name."""
-        with self.runtime.autocast():
-            losses, metrics = self.task.losses(self.model, part, active)
-        assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
-        # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
-        total = torch.stack(
-            [losses[t] * (plan.weights[t] / plan.counts[t] if plan.counts[t] else 0.0) for t in sorted(losses)]
-        ).sum()
-        return total, {name: value.detach() for name, value in (losses | metrics).items()}
+        return {name: value.detach() for name, value in (losses | metrics).items()}
 
     def _first_nonfinite(self, batch: Batch, plan: UpdatePlan) -> str:
         """Replay the update with a check on every module; the first that went bad, in words. Gradients and buffers
         are left as the replay makes them: the update moves nothing.
         """
         compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
-        self._restore_buffers()
+        optim.copy_tensors(self._buffers, self._before)
         after = rng.capture(self.runtime.torch_device)
         rng.restore(self._streams, self.runtime.torch_device)
         try:
@@ -443,10 +419,6 @@ class Step:
             self.model = compiled
             rng.restore(after, self.runtime.torch_device)
         return f"; first: {name}" if name else ""
-
-    def _restore_buffers(self) -> None:
-        """The buffers as they were before the update."""
-        optim.copy_tensors(self._buffers, self._before)
 
     def _move(self, rate: float) -> None:
         for group in self.optimiser.param_groups:
@@ -467,10 +439,8 @@ class Step:
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:
     """All values in one transfer from the device."""
-    wide = any(value.dtype == torch.float64 for value in values.values())
-    dtype = torch.float64 if wide else torch.float32
-    stacked = torch.stack([value.detach().to(dtype) for value in values.values()])
-    return dict(zip(values, stacked.tolist(), strict=True))
+    wide = torch.float64 if any(value.dtype == torch.float64 for value in values.values()) else torch.float32
+    return dict(zip(values, torch.stack([value.detach().to(wide) for value in values.values()]).tolist(), strict=True))
 
 
 @contextlib.contextmanager

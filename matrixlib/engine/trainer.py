@@ -3,36 +3,67 @@
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from matrixlib.config import Config
 from matrixlib.engine import diagnostics, optim
 from matrixlib.engine.averages import EvalWeights
-from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Saving
-from matrixlib.engine.context import Context
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, Saving
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.diagnostics import first_update, inspect, keep_evidence
-from matrixlib.engine.distributed import LostRank, newest
+from matrixlib.engine.distributed import LostRank, Ranks, newest
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.parts import Parts
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch
-from matrixlib.engine.timing import Starvation, Throughput
+from matrixlib.engine.task import Batch, Data, Task, Teacher
+from matrixlib.engine.timing import Pace
 from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
 from matrixlib.files import write_json
+from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100
 """Updates between two checks of the memory, and between two that are logged."""
 MESSAGES_OF_A_KIND = 20
-"""Times at most that a run tells one kind of message, without the counts of the last."""
+"""Times at most that a run tells one kind of message."""
+Hook = Callable[[Stats, Batch], None]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a trainer works with.
+
+    data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/. steps: updates of the whole
+    run. state_extra: JSON data that every checkpoint also holds (config, ...). teacher: for losses that need it.
+    hooks: (function, every): called with the stats and the host batch of every so many updates; 0 = never.
+    parts: schedule and optimizer of the caller's own. ranks: that train together; the first alone writes.
+    """
+
+    task: Task
+    model: nn.Module
+    runtime: Runtime
+    config: Config
+    data: Data
+    folder: Path
+    checkpoints: Checkpoints
+    metrics: MetricsLog
+    steps: int
+    state_extra: Mapping[str, Any] = field(default_factory=dict)
+    curriculum: Curriculum | None = None
+    teacher: Teacher | None = None
+    hooks: Sequence[tuple[Hook, int]] = ()
+    parts: Parts = Parts()
+    ranks: Ranks = Ranks()
 
 
 class Trainer:
@@ -48,21 +79,18 @@ class Trainer:
         self.context, self.task, self.config, self.runtime = context, context.task, context.config, context.runtime
         self.checkpoints, self.metrics, self.curriculum = context.checkpoints, context.metrics, context.curriculum
         self.steps, self.ranks, self._folder = context.steps, context.ranks, context.folder
-        config, task, ranks = self.config, self.task, self.ranks
-        self._source = context.data.batches()[1]
-        self.skip, self._held_out = list[tuple[int, int]](), HeldOut(task, context.data, context.runtime, ranks)
-        self._memory, self._chunk = Monitor(context.runtime.torch_device, config.memory), Chunk()
+        config, runtime, ranks = self.config, self.runtime, self.ranks
+        self._source, self.skip = context.data.batches()[1], list[tuple[int, int]]()
+        self._held_out = HeldOut(self.task, context.data, runtime, ranks)
+        self._memory, self._chunk = Monitor(runtime.torch_device, config.memory), Chunk()
         self.messages: list[str] = list(filter(None, [self._memory.apply_limit()]))
-        self._step = Step(
-            task, context.model, context.runtime, config, self.steps, context.teacher, ranks, context.parts
-        )
+        self._step = Step(self.task, context.model, runtime, config, self.steps, context.teacher, ranks, context.parts)
         self.model = optim.unwrap(self._step.model)
         self.optimizer, self.schedule = self._step.optimiser, self._step.schedule
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
         self._is_reporter = ranks.first or self._step.sharded  # whether this process has a part in measuring
         self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
-        self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
-        self._starvation = Starvation(context.runtime.workers, context.runtime.prefetch)
+        self._norms, self._pace = deque[float](maxlen=WINDOW), Pace(runtime.workers, runtime.prefetch)
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
@@ -226,24 +254,28 @@ class Trainer:
         self.step, self.micro_step = stats.step, self.micro_step + stats.passes
         if math.isfinite(stats.grad_norm):  # health counts the others, and one would poison the quantiles
             self._norms.append(stats.grad_norm)
-        wanted, (stats, target) = stats.action, self._decide(stats)
-        halted = self._step.health.diagnosis(wanted is Action.ROLLBACK) if stats.action is Action.HALT else ""
-        messages = [*stats.messages, *self._step.health.warnings(stats, self._empty), *self._check_memory()]
+        stats, target = self._decide(stats)
+        health, messages = self._step.health, list(stats.messages)
+        halted = health.diagnosis() if stats.action is Action.HALT else ""
+        messages += [*health.warnings(stats, self._empty), *self._check_memory()]
         self._empty = stats.empty
-        figures: dict[str, Any] | None = None
         if self.step == 1 and self._is_reporter:
             self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
-            messages += first
+            stats, messages = replace(stats, initial=self.initial), messages + first
         if before and stats.action is Action.OK and self._is_reporter:
             figures, warnings = inspect(self._step, batch, before, self._held_out, self._norms)
-            messages += warnings
+            stats, messages = replace(stats, statistics=figures), messages + warnings
         validation = self._validate(messages) if stats.action in (Action.OK, Action.SKIP) else None
         messages += self._held_out.passes.take()
-        stats = self._complete(stats, messages, validation, figures, halted)
+        stats = self._complete(stats, messages, validation, halted)
         for hook, every in self.context.hooks:
             if every and self.step % every == 0:
-                hook(stats, batch)
-        self._write_row(stats)
+                hook(stats, batch)  # may `log`, too
+        row = replace(stats, extra=dict(self._extra) or None, messages=self._rollback + stats.messages)
+        self._rollback, self._extra = (), {}
+        happened = row.action is not Action.OK or row.messages or row.extra or row.validation or row.statistics
+        edge = self.step in (1, self.steps) or self.stop_reason
+        self.metrics.write(row.row(), always=bool(happened or edge))
         if halted:
             raise TrainingHalted(f"{halted} Evidence: {self._keep_evidence(Action.HALT)}")
         if target is not None:
@@ -266,54 +298,33 @@ class Trainer:
         self.checkpoints.join()
         health = self._step.health
         target = health.target(self.ranks.same(self.checkpoints.steps()))
-        if target is not None:
-            return stats, target
-        if not health.steady:
-            return replace(stats, action=Action.HALT), None
+        if target is not None or not health.steady:
+            return stats if target is not None else replace(stats, action=Action.HALT), target
         health.skipped += 1
         return replace(stats, action=Action.SKIP, skipped=health.skipped), None
 
-    def _complete(
-        self,
-        stats: Stats,
-        messages: list[Message],
-        validation: Validation | None,
-        figures: dict[str, Any] | None,
-        halted: str,
-    ) -> Stats:
+    def _complete(self, stats: Stats, messages: list[Message], validation: Validation | None, halted: str) -> Stats:
         """The stats with what the trainer knows. halted: why the run ends here, "" = it does not."""
         times = self._step.clock.take()
-        if late := self._starvation.update(times["wait"], self._seconds):
-            messages.append(Message(Event.WAITING_FOR_DATA, late))
+        throughput, late = self._pace.add(stats.rows, self._seconds, times["wait"])
+        messages += [Message(Event.WAITING_FOR_DATA, late)] if late else []
         self._cadence.updated(self._seconds)
-        throughput = self._throughput.add(stats.rows, self._seconds)
-        last = self.step == self.steps or bool(self.stop_reason or halted)
-        messages = self._limiter.filter(self.step, messages, last)
+        messages = self._limiter.filter(self.step, messages)
         messages += [Message(Event.HALT, f"halted: {halted}")] if halted else []
-        memory = self._memory.interval() if validation or self.step % MEMORY_LOG_UPDATES == 0 else None
         return replace(
             stats,
             micro_step=self.micro_step,
             steps=self.steps,
             phase=self.curriculum.phase if self.curriculum is not None else None,
-            memory=memory,
+            memory=self._memory.interval() if validation or self.step % MEMORY_LOG_UPDATES == 0 else None,
             seconds=self._seconds,
             times=times,
             loader=self._source.prefetch_stats() or None,
             throughput=throughput,
             share_of_peak=round(throughput / self.peak, 4) if self.peak else None,
             validation=asdict(validation) if validation else None,
-            statistics=figures,
-            initial=self.initial if self.step == 1 else None,
             messages=tuple(messages),
         )
-
-    def _write_row(self, stats: Stats) -> None:
-        stats = replace(stats, extra=dict(self._extra) or None, messages=self._rollback + stats.messages)
-        self._rollback, self._extra = (), {}
-        happened = stats.action is not Action.OK or stats.messages or stats.extra or stats.validation
-        edge = self.step in (1, self.steps) or self.stop_reason
-        self.metrics.write(stats.row(), always=bool(happened or stats.statistics or edge))
 
     def _check_memory(self) -> list[Message]:
         """Every few updates: where memory is tight, the self-supervised terms work on fewer rows at once."""
@@ -323,7 +334,8 @@ class Trainer:
         needed, size = max(self.ranks.gather(self._memory.needed)), self._step.micro_batch
         if self._step.task.gated and self._chunk.check(needed, self.config.memory.warn, size):
             present = self._step.task.set_chunk(self.model, self._chunk.rows)
-            messages += self._memory.chunked(self.step, present, size) if present or not self._chunk.rows else ()
+            if present or not self._chunk.rows:
+                messages.append(self._memory.chunked(self.step, present, size))
         return messages
 
     def _validate(self, messages: list[Message]) -> Validation | None:
@@ -408,8 +420,7 @@ class Trainer:
         self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
         self.skip = [(start, stop) for start, stop in state["skip"]]
         if self.curriculum is not None:
-            dimensions, config = self.curriculum.dimensions, self.curriculum.config
-            self.curriculum = Curriculum.from_dict(config, dimensions, state["curriculum"])
+            self.curriculum.load_state_dict(state["curriculum"])
             self._enter_phase()
         self._source = self._source.skipping(self.skip)
         self.micro_step, self.initial = state["micro_step"], state["initial"]
@@ -438,7 +449,7 @@ class Trainer:
             "chunk": asdict(self._chunk),
             "saves_by_clock": self._saving.by_clock,
             "skip": self.skip,
-            "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
+            "curriculum": self.curriculum.state_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
             "gradient_norms": list(self._norms),
             "initial": self.initial,

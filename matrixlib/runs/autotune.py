@@ -64,17 +64,17 @@ def agreeing(
     while runtime.device != "cpu" or runtime.dtype != "fp32":
         from matrixlib.engine import self_test
 
-        trial = self_test.compare(task, batch(), runtime, config)
-        if not trial.problem:
-            return runtime, trial.linear_rows, messages
+        problem, linear_rows = self_test.compare(task, batch(), runtime, config)
+        if not problem:
+            return runtime, linear_rows, messages
         name, value = ("dtype", runtime.dtype) if runtime.dtype != "fp32" else ("device", runtime.device)
         if name in runtime.requested:
             option = "precision" if name == "dtype" else name
             raise RunError(
                 f"{option} '{value}' was asked for, but an update in it on {runtime.device} is not what the CPU "
-                f"computes: {trial.problem}; use 'auto', which takes what works"
+                f"computes: {problem}; use 'auto', which takes what works"
             )
-        why = f"{value} was tried and is wrong here: {trial.problem}"
+        why = f"{value} was tried and is wrong here: {problem}"
         if name == "dtype":
             runtime = runtime.with_choice("dtype", "fp32", why).with_choice("scaler", False, "fp32 needs none")
         else:

@@ -16,14 +16,13 @@ from matrixlib.config import Config
 from matrixlib.data.shards import file_hash
 from matrixlib.engine import optim
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.context import Context
 from matrixlib.engine.diagnostics import log_targets
 from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.memory import fresh_model
-from matrixlib.engine.metrics import MetricsLog, NoLog, interval
+from matrixlib.engine.metrics import MetricsLog, interval
 from matrixlib.engine.task import Task, Teacher
-from matrixlib.engine.trainer import Trainer
+from matrixlib.engine.trainer import Context, Trainer
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import get_task, open_file, parse_config
 from matrixlib.tasks.spec import find_run, other_weights, pick_checkpoint, weights
@@ -153,7 +152,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
             best=kept.keep_best,
             every=kept.keep_every,
         ),
-        metrics=MetricsLog(log, interval(steps)) if ranks.first else NoLog(log),
+        metrics=MetricsLog(log, interval(steps), writes=ranks.first),
         steps=steps,
         state_extra={"config": configuration.dump(config), "catalogue": data.catalogue.hash(), **recorded},
         curriculum=data.spec.curriculum(config),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.data.remote import bring_catalogue, is_remote
-from matrixlib.engine.curriculum import Curriculum, Dimension, Phase, SourceCurriculumConfig
+from matrixlib.engine.curriculum import Curriculum, Phase, SourceCurriculumConfig
 from matrixlib.engine.parts import Parts
 from matrixlib.files import from_home, read_json, reports_root
 from matrixlib.hardware import runtime as runtimes
@@ -164,8 +164,8 @@ class TaskSpec(ABC, Generic[ConfigT]):
         section = getattr(config, "curriculum", None)
         if not isinstance(section, SourceCurriculumConfig):
             return None
-        curriculum = Curriculum(section, [Dimension.of("sources", section.sources)])
-        return curriculum if len(curriculum.phases) > 1 or curriculum.values["sources"] else None
+        curriculum = Curriculum(section, {"sources": section.sources})
+        return curriculum if len(curriculum.phases) > 1 or curriculum.phases[0].values["sources"] else None
 
     def stage(self, task: Task, phase: Phase) -> Stage:
         """What a phase trains, and on what; by default, shares of sources."""

@@ -10,7 +10,7 @@ import numpy as np
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.remote import local_path
-from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
+from matrixlib.engine.curriculum import Curriculum, Phase
 from matrixlib.engine.onnx import OnnxFile
 from matrixlib.files import cache_root
 from matrixlib.tasks.latin import decode, pool
@@ -72,8 +72,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return folder
 
     def curriculum(self, config: LatinConfig) -> Curriculum:
-        dimensions = self.task(config).dimensions.items()
-        return Curriculum(config.curriculum, [Dimension.of(name, section) for name, section in dimensions])
+        return Curriculum(config.curriculum, self.task(config).dimensions)
 
     def stage(self, task: Any, phase: Phase) -> Stage:
         staged = replace(task, stage=phase.values)
