@@ -34,8 +34,7 @@ from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100
 """Updates between two checks of the memory, and between two that are logged."""
-MESSAGES_OF_A_KIND = 20
-"""Times at most that a run tells one kind of message."""
+MESSAGES_OF_A_KIND = 20  # at most, in a run
 Hook = Callable[[Stats, Batch], None]
 
 
@@ -173,12 +172,12 @@ class Trainer:
     def train(self, stop: int | None = None) -> Generator[Stats]:
         """Updates up to `stop` (default: the last one); yields after each.
 
-        However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error in an update or the caller's
-        leaving the loop, the state after the last whole update has been saved; of a network that is cut over ranks
-        only where all of them end, by a signal or at the end. TrainingHalted leaves the last good checkpoint, an error
-        after the weights moved (in a validation, say) the last one on disk. After a rollback (`action`) the next stats
-        are of an earlier update. Raises ValueError at once for a target loss that cannot be reached, CheckpointError
-        where the disk has no room, TrainingHalted when the run cannot be kept stable.
+        However it ends, also by Ctrl-C, SIGTERM, an error in an update or the caller's leaving the loop, the state
+        after the last whole update has been saved; of a network that is cut over ranks only where all of them end.
+        TrainingHalted leaves the last good checkpoint, an error after the weights moved (in a validation, say) the last
+        one on disk. After a rollback (`action`) the next stats are of an earlier update. Raises ValueError at once for
+        a target loss that cannot be reached, CheckpointError where the disk has no room, TrainingHalted when the run
+        cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
             batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
@@ -289,9 +288,8 @@ class Trainer:
         return stats
 
     def _decide(self, stats: Stats) -> tuple[Stats, int | None]:
-        """The stats with the action in force, and where a rollback goes to; without a good checkpoint the run halts.
-
-        Where the loss is merely worse after a spike, and there is none, this update alone is left out.
+        """The stats with the action in force, and where a rollback goes to. Without a good checkpoint the run halts;
+        where the loss is merely worse after a spike, this update alone is left out.
         """
         if stats.action is not Action.ROLLBACK:
             return stats, None
@@ -364,25 +362,22 @@ class Trainer:
 
     # Phases, rollbacks and checkpoints
 
-    def _advance(self) -> bool:
-        """Go on to the phase of the next update; True where it is another one than before."""
+    def _advance(self, restored: bool = False) -> bool:
+        """Go on to the phase of the next update, its task, source and held-out batches; True where it is another one
+        than before. restored: the phase is that of a checkpoint.
+        """
         if self.curriculum is None:
             return False
-        changed = self.curriculum.advance(self.step, self.steps)
+        changed = not restored and self.curriculum.advance(self.step, self.steps)
         if changed:
             self._step.health.forget_band()
-        if changed or self.step == 0:
-            self._enter_phase()
+        if changed or restored or self.step == 0:
+            phase = self.curriculum.phases[self.curriculum.phase]
+            self._step.task, source = self.context.data.batches(phase)
+            self._source = source.skipping(self.skip)
+            if self.curriculum.config.kind == "adaptive":
+                self._held_out.enter(self._step.task, phase)
         return changed
-
-    def _enter_phase(self) -> None:
-        """Task, source and held-out batches of the curriculum's phase in force."""
-        assert self.curriculum is not None
-        phase = self.curriculum.phases[self.curriculum.phase]
-        self._step.task, source = self.context.data.batches(phase)
-        self._source = source.skipping(self.skip)
-        if self.curriculum.config.kind == "adaptive":
-            self._held_out.enter(self._step.task, phase)
 
     def _roll_back(self, target: int) -> Message:
         """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
@@ -421,7 +416,7 @@ class Trainer:
         self.skip = [(start, stop) for start, stop in state["skip"]]
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
-            self._enter_phase()
+            self._advance(restored=True)
         self._source = self._source.skipping(self.skip)
         self.micro_step, self.initial = state["micro_step"], state["initial"]
         self._saving.by_clock = max(self._saving.by_clock, state["saves_by_clock"])
@@ -469,9 +464,8 @@ class Trainer:
         return self._eval_weights.network(self._source)
 
     def _checkpoint(self, validation: Validation | None) -> None:
-        """Save at the interval, after so many minutes, at the end and at the best full validation.
-
-        In the middle of trouble the interval's checkpoint waits: what is saved is worth going back to.
+        """Save at the interval, after so many minutes, at the end and at the best full validation. In the middle of
+        trouble the interval's checkpoint waits: what is saved is worth going back to.
         """
         best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
         due = self._step.health.steady and self._saving.due(self.step)
