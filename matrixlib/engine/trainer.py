@@ -98,8 +98,7 @@ class Trainer:
         self._limiter = RateLimiter(max(config.train.statistics_interval, self.steps // MESSAGES_OF_A_KIND))
         self._rollback: tuple[Message, ...] = ()  # the message of one, for the next row: its own was cut off
         self._extra: dict[str, float] = {}
-        self._seconds = 0.0  # of the last update
-        self._heartbeat_at = -math.inf
+        self._seconds, self._heartbeat_at = 0.0, -math.inf  # seconds of the last update
         self._consistent = True  # False between the moving of the weights and the end of all that hangs on it
 
     @property
@@ -231,7 +230,6 @@ class Trainer:
             source.close()  # ends the loader's workers
 
     def _open(self, last: int) -> Generator[Batch]:
-        """Batches from the present update on."""
         yield from self._source.batches(self.step, last) if self.step < last else ()
 
     # One update
@@ -402,11 +400,10 @@ class Trainer:
         )
 
     def _keep_evidence(self, action: Action) -> Path:
-        """Write down what led to `action`; the folder."""
         if not self.ranks.first:
             return self._folder
-        rows, data = self.metrics.recent, self.context.data
-        return keep_evidence(self._folder, action, self.step, self._step.health, rows, self._source, data)
+        rows, health = self.metrics.recent, self._step.health
+        return keep_evidence(self._folder, action, self.step, health, rows, self._source, self.context.data)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """The state of a checkpoint but for the step's; metrics.jsonl is cut back to it."""
