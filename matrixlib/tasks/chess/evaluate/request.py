@@ -16,16 +16,14 @@ def _readable(path: str) -> str:
 
 
 def _writable(path: str) -> str:
+    new = bool(path) and not os.path.exists(path)
     try:
-        if path and not os.path.exists(path):
-            with open(path, "xb"):
-                pass
-            os.remove(path)
-        elif path:
-            with open(path, "ab"):
-                pass
+        if path:
+            open(path, "ab").close()
     except OSError as error:
         raise ValueError(f"'{path}' cannot be written: {error.strerror}") from error
+    if new:
+        os.remove(path)
     return path
 
 

@@ -43,7 +43,7 @@ class Thinker:
         only: the moves to consider, all unless given. Where a draw could be claimed the game may go on: it is then
         searched as if the position had occurred once before, and its clock had just begun where it has run out.
         """
-        search, moves = self.search, board.move_stack
+        search, moves, seen = self.search, board.move_stack, before(board, self.net.task.history)
         start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
         past = self._followed[1] if self._followed and self._followed[0] == start and not only else None
         if past is not None and moves[: len(past)] == past:
@@ -52,13 +52,13 @@ class Thinker:
                 search.advance([0], [policy_index(moves[i], turn)])
         else:
             state = from_boards([board])
-            search.reset(0, state, search.game.key(reversible(board)), only=indices, past=self._before(board))
+            search.reset(0, state, search.game.key(reversible(board)), only=indices, past=seen)
         self._followed = None if only else (start, list(moves))
         if not _over(search):
             return True
         state = from_boards([board], repetition=int(board.is_repetition(2)))
         state["halfmove"] %= 100
-        search.reset(0, state, only=indices, past=self._before(board))
+        search.reset(0, state, only=indices, past=seen)
         self._followed = None
         return not _over(search)
 
@@ -94,7 +94,3 @@ class Thinker:
             moves.append(move_from_index(index, walk))
             walk.push(moves[-1])
         return moves
-
-    def _before(self, board: chess.Board) -> np.ndarray:
-        """The positions before the board that the network looks at."""
-        return before(board, self.net.task.history)
