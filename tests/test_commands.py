@@ -51,8 +51,6 @@ WORDS = {
 }
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
-DONE: set[str] = set()
-"""Commands so far."""
 TINY: dict[str, Any] = {  # over the demo
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1, "ssl": ["threat", "control"]},
@@ -167,9 +165,6 @@ def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
         if line.split()[0] in ELSEWHERE:
             continue
         command = smaller(line)
-        if command in DONE:
-            continue
-        DONE.add(command)
         if "sample.ipynb" in command or "engine_elo" in command:
             try:
                 find_stockfish()

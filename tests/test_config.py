@@ -55,14 +55,11 @@ def test_3e_4_is_a_number_where_a_float_is_wanted() -> None:
         ("train", "batch_size", None),
         ("train", "steps", "60"),
         ("data", "mirror", 1),
-        ("data", "mirror", "yes"),
         ("data", "source", 3),
         ("optim", "learning_rate", "nan"),
         ("optim", "learning_rate", "3e-4 or so"),
         ("optim", "learning_rate", True),
-        ("optim", "learning_rate", -1.0),
         ("optim", "schedule", "Cosine"),
-        ("runtime", "channels_last", "yes"),
         ("runtime", "channels_last", 1),
         ("model", "ssl", "piece"),
         ("model", "ssl", ["piece", "peace"]),
@@ -95,6 +92,8 @@ def test_every_bad_key_is_named_at_once_as_it_is_written() -> None:
     assert all(str(caught.value).count(f"'{key}'") == 1 for key in ("train.steps", "runtime.channels_last"))
     assert "'optim.beta1': Input should be less than or equal to 1, got 2.0" in str(caught.value)
     assert "constrained" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"optim.*seed|seed.*optim"):
+        load("demo", {"optim": 3, "seed": {"value": 3}})
 
 
 def leaves(section: type[Section], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -114,18 +113,24 @@ def latin(**sections: Any) -> Config:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_option_has_its_default_in_the_schema(task: str) -> None:
+def test_every_option_has_its_default_and_its_meaning_in_the_schema(task: str) -> None:
     whole = parse({"task": task}, "config")
-    assert set(leaves(type(whole))) == {tuple(key.split(".")) for key, _ in configuration._leaves(dump(whole))}
+    keys = [".".join(path) for path in leaves(type(whole))]
+    assert set(keys) == {key for key, _ in configuration._leaves(dump(whole))}
+    rows = options_of(type(whole))
+    assert [row[0] for row in rows] == keys
+    assert all(kind and default and meaning for key, kind, default, meaning in rows if key != "task")
 
 
 @pytest.mark.parametrize("name", presets())
-def test_a_preset_names_only_what_differs_from_the_defaults(name: str) -> None:
+def test_a_preset_names_only_what_differs_from_the_defaults_and_comes_back_through_yaml(name: str) -> None:
     text = (PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
     config = load(name)
     differing = difference(config, parse({"task": config.task}, "defaults"))
     named = {key for key, _ in configuration._leaves(read_yaml(text, name))} - {"task"}
     assert named == set(differing)
+    assert parse(dump(config), "back") == config
+    assert parse(read_yaml(configuration.to_yaml(config), "back"), "back") == config
 
 
 def test_overrides_merge_into_the_depth_and_beat_the_preset() -> None:
@@ -139,13 +144,6 @@ def test_overrides_merge_into_the_depth_and_beat_the_preset() -> None:
     assert (base, top) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}), "neither argument is changed"
 
 
-def test_a_section_cannot_be_replaced_by_a_value() -> None:
-    with pytest.raises(ConfigError, match="optim"):
-        load("demo", {"optim": 3})
-    with pytest.raises(ConfigError, match="seed"):
-        load("demo", {"seed": {"value": 3}})
-
-
 def test_a_preset_by_name_or_path(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(DEMO + "seed: 9\n", encoding="utf-8")
     assert load(str(tmp_path / "mine.yaml")).seed == 9
@@ -155,13 +153,6 @@ def test_a_preset_by_name_or_path(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="unknown preset") as caught:
             load(name)
         assert len(str(caught.value)) < 4000
-
-
-@pytest.mark.parametrize("name", presets())
-def test_every_preset_loads_and_comes_back_through_yaml(name: str) -> None:
-    config = load(name)
-    assert parse(dump(config), "back") == config
-    assert parse(read_yaml(configuration.to_yaml(config), "back"), "back") == config
 
 
 FRACTION = st.floats(0, 1)
@@ -198,13 +189,6 @@ def test_valid_changes_survive_yaml_and_are_the_difference(changes: dict[str, An
     assert set(difference(config, preset)) <= set(changes)
     for path, (_, new) in difference(config, preset).items():
         assert new == changes[path]
-
-
-@pytest.mark.parametrize("schema", [get_task(task).config for task in TASKS], ids=TASKS)
-def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) -> None:
-    rows = options_of(schema)
-    assert [row[0] for row in rows] == [".".join(path) for path in leaves(schema)]
-    assert all(kind and default and meaning for key, kind, default, meaning in rows if key != "task")
 
 
 @pytest.mark.parametrize(
@@ -275,10 +259,9 @@ BOMB = "task: chess\nz0: &z0 [1]\n" + "".join(f"z{k + 1}: &z{k + 1} [{', '.join(
         ((BOMB + "seed: *z12\n").encode(), r"'seed': Input should be a valid integer, got \["),
         (b"task: chess\nseed: 18446744073709551616\n", "'seed': Input should be less than"),
         (b"task: chess\ntrain: {batch_size: 1000000000000000}\n", r"'train\.batch_size': Input should be less than"),
-        (b"task: chess\ndata: {workers: 1000000}\n", r"'data\.workers': Input should be less than"),
         (b"task: chess\ntrain: {steps: 1" + b"0" * 400 + b"}\n", r"'train\.steps': Input should be less than"),
     ],
-    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch", "workers", "steps"],
+    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch", "steps"],
 )
 def test_a_preset_that_is_none_is_a_short_line(tmp_path: Path, text: bytes, message: str) -> None:
     path = tmp_path / "mine.yaml"

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from cells import definitions
 from options import options_of
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
+from papermill import inspect_notebook
 from papermill.cli import papermill
 
 from matrixlib import config, files
@@ -44,12 +45,10 @@ def first_cells(text: str) -> list[str]:
 
 
 def markdown(head: str, rows: list[tuple[str, ...]]) -> str:
-    for row in rows:
-        assert not any("|" in cell for cell in row), f"{row[0]}: a '|' would end the cell"
     columns = head.split(", ")
-    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, *rows)).replace(
-        "\n", f"\n|{'---|' * len(columns)}\n", 1
-    )
+    assert all("|" not in cell for row in rows for cell in row), "a '|' would end a cell"
+    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(columns)}", *lines[1:]])
 
 
 def options_table(rows: list[tuple[str, str, str, str]]) -> str:
@@ -111,20 +110,14 @@ def commands_help() -> str:
     return "\n\n".join(shown)
 
 
-def bench_tables(record: dict[str, Any]) -> str:
-    """A table for each workload of a record."""
-    parts = []
+def performance() -> str:
+    """The record of a quiet machine that is kept in tests/golden: a table for each workload."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    parts = [f"Measured on {record['machine']}, {record['started'][:10]}, torch {record['versions']['torch']}:"]
     for name, part in definitions("bench")["text"](record).groupby(level=0, sort=False):
         rows = [(str(figure), *map(str, row)) for (_, figure), row in zip(part.index, part.to_numpy(), strict=True)]
         parts.append(markdown(", ".join([str(name), *part.columns]), rows))
     return "\n\n".join(parts)
-
-
-def performance() -> str:
-    """The record of a quiet machine that is kept in tests/golden."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    words = f"{record['machine']}, {record['started'][:10]}, torch {record['versions']['torch']}"
-    return f"Measured on {words}:\n\n{bench_tables(record)}"
 
 
 def own_options(task: str) -> list[tuple[str, str, str, str]]:
@@ -204,32 +197,27 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_named_files_exist() -> None:
-    named = {s for s in spans() if re.fullmatch(r"(matrixlib|notebooks|params|tests|\.ci)/[\w./]*", s)}
+    now = spans([page for page in PAGES if page.name != "CHANGELOG.md"])  # which names what is gone, too
+    named = {s for s in now if re.fullmatch(r"(matrixlib|notebooks|params|tests|\.ci)/[\w./]*", s)}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     known = {path.name for path in (*ROOT.glob("*.*"), *(ROOT / "matrixlib").rglob("*.py"))}
-    bare = {s for s in spans() if re.fullmatch(r"\w+\.(py|toml|yml|lock)", s)}
+    bare = {s for s in now if re.fullmatch(r"\w+\.(py|toml|yml|lock)", s)}
     assert sorted(bare - known) == []
 
 
 def test_pictures_are_small_and_have_a_text() -> None:
-    shown = [
-        (text, page.parent / path)
-        for page in PAGES
-        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", read(page))
-    ]
+    found = ((page, re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", read(page))) for page in PAGES)
+    shown = [(text, page.parent / path) for page, pictures in found for text, path in pictures]
     assert len(shown) >= 3
     for text, path in shown:
         assert len(text) > 20, path
         assert path.stat().st_size < 200_000, path
 
 
-def test_every_guide_has_its_line() -> None:
+def test_every_guide_and_notebook_has_its_line() -> None:
     linked = re.findall(r"^\| \[.*?\]\((.*?)\)", section("README.md", "Guides"), re.MULTILINE)
     assert sorted(linked) == sorted(path.relative_to(ROOT).as_posix() for path in GUIDES.iterdir())
-
-
-def test_every_notebook_has_its_line() -> None:
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert sorted(first_cells(section("README.md", "Notebooks"))) == names
 
@@ -237,32 +225,15 @@ def test_every_notebook_has_its_line() -> None:
 # Commands and variables
 
 
-def make_calls() -> Iterator[list[str]]:
-    """Words of every make command."""
-    for text in (*lines(), *spans()):
-        if text.startswith("make "):
-            yield text.split()[1:]
-
-
 def test_make_targets_and_variables_exist() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE))
-    calls = list(make_calls())
+    calls = [text.split()[1:] for text in (*lines(), *spans()) if text.startswith("make ")]
     assert ["train"] in calls
-    assert ["test"] in calls
     for words in calls:
         for word in words:
             name, equals, _ = word.partition("=")
             assert f"$({name})" in text if equals else name in targets, f"make {' '.join(words)}: {word}"
-
-
-def parameters(notebook: Path) -> set[str]:
-    """Names of the cell tagged `parameters`."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
-    assert len(tagged) == 1, notebook.name
-    body = ast.parse("".join(tagged[0]["source"])).body
-    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
 
 
 def test_papermill_examples_would_be_accepted() -> None:
@@ -281,7 +252,7 @@ def test_papermill_examples_would_be_accepted() -> None:
             else:
                 assert flag == "-y", words
                 given |= yaml.safe_load(next(rest))
-        assert given.keys() <= parameters(notebook), words
+        assert given.keys() <= inspect_notebook(notebook).keys(), words
         for side in ("", "_a", "_b"):
             preset, overrides = given.get(f"preset{side}", "demo"), given.get(f"overrides{side}", {})
             if notebook.stem == "cycle":

@@ -16,17 +16,11 @@ CONDA_NAMES = {"pytorch": "torch"}
 CONDA_ALONE = {"python", "pip", "make", "git"}
 
 
-def declared() -> dict[str, Requirement]:
-    """Every requirement of pyproject.toml, extras included, by normalised name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    requirements = [Requirement(line) for line in lines]
-    return {canonicalize_name(item.name): item for item in requirements}
-
-
-def locked() -> list[Requirement]:
-    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
-    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LINES = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+DECLARED = {canonicalize_name(item.name): item.specifier for item in map(Requirement, LINES)}
+LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+LOCKED = [Requirement(line) for line in LOCK if line and not line.startswith("#")]
 
 
 def test_environment_has_the_same_packages_and_ranges() -> None:
@@ -35,28 +29,23 @@ def test_environment_has_the_same_packages_and_ranges() -> None:
     (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
     assert pip[-1] == "--editable ."
     lines = [item for item in environment["dependencies"] if isinstance(item, str)] + pip[:-1]
-    requirements = [Requirement(line) for line in lines]
+    requirements = map(Requirement, lines)
     ranges = {canonicalize_name(CONDA_NAMES.get(item.name, item.name)): item.specifier for item in requirements}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert str(ranges["python"]) == project["requires-python"]
-    mine = {name: item for name, item in ranges.items() if name not in CONDA_ALONE}
-    assert mine == {name: item.specifier for name, item in declared().items()}
+    assert str(ranges["python"]) == PROJECT["requires-python"]
+    assert {name: item for name, item in ranges.items() if name not in CONDA_ALONE} == DECLARED
 
 
-def test_lock_is_exact_satisfies_every_range_and_pins_torch() -> None:
+def test_lock_is_exact_satisfies_every_range_and_pins_torch_without_cuda_or_index() -> None:
     pins: dict[str, set[str]] = {}
-    for item in locked():
+    for item in LOCKED:
         (specifier,) = item.specifier
         assert specifier.operator == "==", f"{item} is not exact"
+        assert not item.name.startswith(("nvidia", "cuda", "triton"))
         pins.setdefault(canonicalize_name(item.name), set()).add(specifier.version)
     assert pins["torch"] == {"2.13.0"}
-    for name, requirement in declared().items():
+    for name, specifiers in DECLARED.items():
         assert name in pins, f"{name} is not in requirements.lock: run `make lock`"
-        assert all(requirement.specifier.contains(version) for version in pins[name])
-
-
-def test_lock_drags_in_no_cuda_and_no_index() -> None:
-    assert not [item.name for item in locked() if item.name.startswith(("nvidia", "cuda", "triton"))]
+        assert all(specifiers.contains(version) for version in pins[name])
     for name in ("requirements.lock", "environment.yml", "pyproject.toml", ".ci/run"):
         assert not re.search(r"https?://|index-url", (ROOT / name).read_text(encoding="utf-8"))
 
@@ -70,10 +59,8 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 def test_make_installs_once(tmp_path: Path) -> None:
     first = make("--dry-run", f"VENV={tmp_path}/venv", "train").stdout
-    by_uv = first.index("uv pip install")
-    assert "cat requirements.lock" in first[:by_uv]
-    assert "||" in first[by_uv : first.index("pip install --quiet --no-compile --requirement requirements.lock")]
     assert "matrixlib.runs.launch --preset quick" in first
+    assert "uv pip install" in first
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".installed").touch()
     second = make("--dry-run", f"VENV={tmp_path}/venv", "train").stdout
@@ -123,9 +110,8 @@ def test_make_installs_torch_first_and_alone_from_an_index(tmp_path: Path) -> No
     assert "pip" not in make(*arguments).stdout
 
 
-@pytest.mark.parametrize("python", ["no-such-python", "/bin/false"])
-def test_make_says_which_python_it_needs(tmp_path: Path, python: str) -> None:
-    result = make(f"VENV={tmp_path}/venv", f"PYTHON={python}", "train")
+def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
+    result = make(f"VENV={tmp_path}/venv", "PYTHON=/bin/false", "train")
     assert result.returncode != 0
     assert "Python 3.11 or newer is needed" in result.stderr
     assert not (tmp_path / "venv").exists()

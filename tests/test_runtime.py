@@ -102,9 +102,7 @@ def test_the_policy(facts: DeviceFacts, options: Mapping[str, Any], expected: st
             assert bool(getattr(runtime, name.removeprefix("no-"))) is not name.startswith("no-"), word
     for part in expected.split(" '")[1:]:
         assert part.rstrip("'") in runtime.table()
-    assert {*runtime.reasons, "reasons", "requested", "ranks"} == set(Runtime.__dataclass_fields__), (
-        "each has its reason"
-    )
+    assert {*runtime.reasons, "reasons", "requested", "ranks"} == set(Runtime.__dataclass_fields__)
     assert all(runtime.reasons.values())
     assert runtime.scaler == (runtime.dtype == "fp16")
     for name, (value, _) in suggest(facts, runtime.device).items():
@@ -225,18 +223,15 @@ def test_another_choice_takes_its_reason_along() -> None:
     assert plain.requested == (), "another choice is not the user's"
 
 
-def test_nothing_is_measured_where_nothing_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "bf16_gain", None)
-    resolve(*sections(device="cpu", precision="fp32"))
-    monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
-    resolve(*sections())
-
-
-def test_resolve_here() -> None:
+def test_resolve_here_and_where_nothing_is_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = resolve(*sections(device="cpu"))
     assert runtime.dtype in ("fp32", "bf16")
     assert 1 <= runtime.threads <= len(machine.usable_processors())
     assert reuse(runtime.to_dict()) == runtime
+    monkeypatch.setattr(speed, "bf16_gain", None)
+    resolve(*sections(device="cpu", precision="fp32"))
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
+    resolve(*sections())
 
 
 @pytest.mark.parametrize(

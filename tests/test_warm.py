@@ -14,7 +14,7 @@ PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, "tests")
 import warm
-warm.PRELOAD[:], warm.measured = ["ipykernel.kernelapp"], dict
+warm.PRELOAD[:] = ["ipykernel.kernelapp"]
 kernel = warm.Kernel(["-f", sys.argv[1]], dict(os.environ), None)
 print(kernel.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

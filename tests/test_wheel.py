@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("matrixlib", "params", "notebooks", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SUFFIXES = (".ipynb", ".yaml", ".js", ".css")
 Run = Callable[..., str]
 
 
@@ -66,18 +67,12 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     empty, package, reports = run("python", "-c", code).split()
     assert not Path(package).is_relative_to(ROOT)
     assert Path(reports) == Path(empty) / "reports"
-    assert sorted(p.name for p in Path(package, "notebooks").iterdir()) == sorted(
-        p.name for p in (ROOT / "notebooks").glob("*.ipynb")
-    )
-    assert {p.relative_to(package).as_posix() for p in Path(package, "params").rglob("*.yaml")} == {
-        p.relative_to(ROOT).as_posix() for p in (ROOT / "params").rglob("*.yaml")
-    }
-    board = Path(package, "tasks", "chess", "board")
-    assert {p.relative_to(board).as_posix() for p in board.rglob("*.*") if p.suffix in (".js", ".css")} == {
-        p.relative_to(ROOT / "matrixlib/tasks/chess/board").as_posix()
-        for p in (ROOT / "matrixlib/tasks/chess/board").rglob("*.*")
-        if p.suffix in (".js", ".css")
-    }
+    for name, there in (("notebooks", ROOT), ("params", ROOT), ("tasks/chess/board", ROOT / "matrixlib")):
+        wanted, installed = (
+            {p.relative_to(root).as_posix() for p in root.joinpath(name).rglob("*.*") if p.suffix in SUFFIXES}
+            for root in (there, Path(package))
+        )
+        assert wanted == installed
     launch = ["python", "-m", "matrixlib.runs.launch", "--preset", "demo", "--steps", "40", "--run", "first"]
     first, *_, result, report, look, play = run(*launch).splitlines()
     folder = Path(reports) / "first"

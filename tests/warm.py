@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,43 +43,12 @@ def context() -> Any:
     return context
 
 
-MEASURED: dict[tuple[Any, ...], Any] = {}
-"""What this machine computes in a second, by the name of the function that measured it and its arguments."""
-
-
-def once(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """`measure`, which measures once with the same arguments; with options it measures each time."""
-
-    @functools.wraps(measure)
-    def kept(*given: Any, **options: Any) -> Any:
-        if options:
-            return measure(*given, **options)
-        key = (measure.__name__, *given)
-        if key not in MEASURED:
-            MEASURED[key] = measure(*given)
-        return MEASURED[key]
-
-    return kept
-
-
 def measure_once() -> None:
     """From now on what this machine computes in a second is measured once, not as each run begins."""
     from matrixlib.hardware import speed
 
     for name in ("bf16_gain", "matrix_rate"):
-        setattr(speed, name, once(getattr(speed, name)))
-
-
-@functools.cache
-def measured() -> dict[tuple[Any, ...], Any]:
-    """What a run measures as it begins on the CPU."""
-    from matrixlib.hardware import runtime, speed
-    from matrixlib.tasks import load_config
-
-    config = load_config("demo", {"runtime": {"device": "cpu"}})
-    resolved = runtime.resolve(config.runtime, config.train, config.data)
-    speed.matrix_rate(resolved.device, resolved.dtype, resolved.threads)
-    return MEASURED
+        setattr(speed, name, functools.cache(getattr(speed, name)))
 
 
 class Kernel:
@@ -89,7 +58,7 @@ class Kernel:
 
     def __init__(self, argv: Sequence[str], env: dict[str, str], cwd: str | None) -> None:
         server = context()
-        arguments = (argv, env, cwd or os.curdir, measured(), forkserver._forkserver._forkserver_address)
+        arguments = (argv, env, cwd or os.curdir, forkserver._forkserver._forkserver_address)
         self.process = server.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         self.pid = self.process.pid
@@ -119,8 +88,8 @@ def launch_kernel(command: Sequence[str], *, env: dict[str, str], cwd: str | Non
     return Kernel(command[command.index("ipykernel_launcher") + 1 :], env, cwd)
 
 
-def serve(argv: Sequence[str], env: dict[str, str], cwd: str, rates: dict[tuple[Any, ...], Any], server: str) -> None:
-    """A kernel, in a process of its own that looks like one that was not forked. rates: as `measured` gives them.
+def serve(argv: Sequence[str], env: dict[str, str], cwd: str, server: str) -> None:
+    """A kernel, in a process of its own that looks like one that was not forked.
     server: from which its own processes come, too; a new one would import everything again."""
     from ipykernel.kernelapp import IPKernelApp
 
@@ -131,7 +100,6 @@ def serve(argv: Sequence[str], env: dict[str, str], cwd: str, rates: dict[tuple[
     for number in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     _as_started(env, cwd)
-    MEASURED.update(rates)
     measure_once()
     multiprocessing.current_process().daemon = False  # it may have children
     threading.Thread(target=_end_with_parent, daemon=True).start()
