@@ -90,32 +90,17 @@ def thirteen(board: chess.Board, us: chess.Color, repeated: bool, transform: int
 
 
 def history(boards: list[chess.Board], form: int, transform: int) -> list[int]:
-    """The 104 planes of the last board; a game that starts from a FEN is filled up with that position."""
-    us, seen, planes = boards[-1].turn, Counter(board.epd() for board in boards), list[int]()
-    counts = []
-    for board in reversed(boards):
-        seen[board.epd()] -= 1
-        counts.append(seen[board.epd()] > 0)
+    """The 104 planes of the last board, of which those of more than one ply ago are not used; a game that starts from a
+    FEN is filled up with that position."""
     now = boards[-1]
-    for back, board in enumerate(reversed(boards)):
-        if len(planes) == 104:
-            break
-        if form >= 3 and back:
-            if board.castling_rights != now.castling_rights or board.ep_square is not None:
-                break
-            if form == 5 and not counts[back]:
-                continue
-        planes += thirteen(board, us, counts[back], transform)
-        if form >= 3 and board.halfmove_clock == 0:
-            break
-    if form < 3 and len(planes) < 104 and boards[0].fen() != chess.STARTING_FEN:
-        before = boards[0].copy()
-        if before.ep_square is not None:
-            up = 8 if before.turn else -8
-            before.remove_piece_at(before.ep_square - up)
-            before.set_piece_at(before.ep_square + up, chess.Piece(chess.PAWN, not before.turn))
-        while len(planes) < 104:
-            planes += thirteen(before, us, False, transform)
+    planes = thirteen(now, now.turn, any(board.epd() == now.epd() for board in boards[:-1]), transform)
+    before = boards[-2:][0].copy()
+    if len(boards) == 1 and before.ep_square is not None:
+        up = 8 if before.turn else -8
+        before.remove_piece_at(before.ep_square - up)
+        before.set_piece_at(before.ep_square + up, chess.Piece(chess.PAWN, not before.turn))
+    if form < 3 and (len(boards) > 1 or now.fen() != chess.STARTING_FEN):
+        planes += thirteen(before, now.turn, False, transform)
     return planes + [0] * (104 - len(planes))
 
 

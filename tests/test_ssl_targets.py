@@ -129,7 +129,3 @@ def test_hiding_at_the_ends_of_the_range() -> None:
     assert (ssl.hide(rng, 100, 1.0, 1.0) == 255).all()
     assert (np.bitwise_count(ssl.hide(rng, 500, 1.0, 1e-9)).sum(1) == 1).all()
     assert ssl.hide(rng, 0, 0.5, 0.5).shape == (0, 8)
-    with pytest.raises(ValueError, match="rows_share"):
-        ssl.hide(rng, 1, 1.5, 0.5)
-    with pytest.raises(ValueError, match="squares_share"):
-        ssl.hide(rng, 1, 0.5, -0.1)

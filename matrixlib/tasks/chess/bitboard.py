@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import chess
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -66,35 +67,6 @@ def _walk(square: int, dfile: int, drank: int) -> list[int]:
     return path
 
 
-def _mask(squares: list[int]) -> int:
-    return sum(1 << s for s in squares)
-
-
-def _leaper_table(steps: tuple[tuple[int, int], ...]) -> U64:
-    return np.array([_mask([p for d in steps for p in _walk(s, *d)[:1]]) for s in range(64)], np.uint64)
-
-
-def _line_tables() -> tuple[U64, U64]:
-    """Squares (4, 64) below and above each square on its file, rank, diagonal and antidiagonal."""
-    up = ((0, 1), (1, 0), (1, 1), (-1, 1))  # the direction of growing square number
-    above = [[_mask(_walk(s, df, dr)) for s in range(64)] for df, dr in up]
-    below = [[_mask(_walk(s, -df, -dr)) for s in range(64)] for df, dr in up]
-    return np.array(below, np.uint64), np.array(above, np.uint64)
-
-
-def _pair_tables() -> tuple[U64, U64]:
-    """(64, 64): squares strictly between two squares on a line, and that whole line (else 0)."""
-    between, line = np.zeros((64, 64), np.uint64), np.zeros((64, 64), np.uint64)
-    for s in range(64):
-        for df, dr in RAYS:
-            path = _walk(s, df, dr)
-            whole = _mask([*path, s, *_walk(s, -df, -dr)])
-            for steps, target in enumerate(path):
-                between[s, target] = _mask(path[:steps])
-                line[s, target] = whole
-    return between, line
-
-
 def _policy_tables() -> tuple[NDArray[np.int16], U16]:
     """POLICY_INDEX (65536,) of a move (-1: nothing moves so), and POLICY_MOVE (4672,), the inverse.
 
@@ -119,10 +91,14 @@ def _policy_tables() -> tuple[NDArray[np.int16], U16]:
     return index, move
 
 
-KNIGHT_ATTACKS = _leaper_table(JUMPS)
-KING_ATTACKS = _leaper_table(RAYS)
-LINE_BELOW, LINE_ABOVE = _line_tables()
-BETWEEN, LINE = _pair_tables()
+KNIGHT_ATTACKS, KING_ATTACKS = np.array([chess.BB_KNIGHT_ATTACKS, chess.BB_KING_ATTACKS], np.uint64)
+# (4, 64): squares above and below each square on its file, rank, diagonal and antidiagonal
+UP = ((0, 1), (1, 0), (1, 1), (-1, 1))
+LINE_ABOVE = np.array([[sum(1 << t for t in _walk(s, df, dr)) for s in range(64)] for df, dr in UP], np.uint64)
+LINE_BELOW = np.array([[sum(1 << t for t in _walk(s, -df, -dr)) for s in range(64)] for df, dr in UP], np.uint64)
+# (64, 64): squares strictly between two squares on a line, and that whole line; else 0
+BETWEEN = np.array([[chess.between(s, t) for t in range(64)] for s in range(64)], np.uint64)
+LINE = np.array([[chess.ray(s, t) for t in range(64)] for s in range(64)], np.uint64)
 POLICY_INDEX, POLICY_MOVE = _policy_tables()
 
 _ZERO = np.uint64(0)

@@ -16,11 +16,11 @@ import chess.syzygy
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.data.shards import Batch
+from matrixlib.data.shards import Batch, concat, select
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, unknown
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.keys import MIX, hashes_of
-from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, legal_indices, move_from_index, play, to_board
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, legal_indices, move_from_index, play, to_board
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
@@ -154,25 +154,19 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
     ids: number of a game -> its id; source: the records' number of where they come from. The win-draw-loss target is
     left unknown: the search's value does not say how much of it is draws.
     """
-    records, indices, weights = [np.empty(0, RECORD)], [np.empty(0, "<u2")], [np.empty(0, "<u2")]
-    counts = [np.zeros(1, np.int64)]
+    parts = []
     for trace in traces:
-        rows = trace.states[trace.full]
-        result = trace.results()[trace.full]
-        rows["result"] = np.where(np.isnan(result), UNKNOWN, result)
-        rows["wdl"], rows["source"], rows["game"] = 0, source, ids[trace.number]
-        length = np.diff(trace.offsets)
-        targets = np.repeat(trace.full, length)
-        records.append(rows)
-        counts.append(length[trace.full])
-        indices.append(trace.moves[targets].astype("<u2"))
-        weights.append(np.rint(trace.policy[targets] * 65535).astype("<u2"))
-    return {
-        "records": np.concatenate(records),
-        "policy_offset": np.concatenate(counts).cumsum().astype("<i8"),
-        "policy_index": np.concatenate(indices),
-        "policy_weight": np.concatenate(weights),
-    }
+        records, result = trace.states.copy(), trace.results()
+        records["result"] = np.where(np.isnan(result), UNKNOWN, result)
+        records["wdl"], records["source"], records["game"] = 0, source, ids[trace.number]
+        batch = {
+            "records": records,
+            "policy_offset": trace.offsets.astype("<i8"),
+            "policy_index": trace.moves.astype("<u2"),
+            "policy_weight": np.rint(trace.policy * 65535).astype("<u2"),
+        }
+        parts.append(select(batch, np.flatnonzero(trace.full), LAYOUT))
+    return concat(parts, LAYOUT)
 
 
 def dead(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:

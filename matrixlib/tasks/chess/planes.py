@@ -40,8 +40,6 @@ def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
     matrix0: 0-5 White's, 6-11 Black's; 12 White to move; 13-16 castling (White K, Q, Black K, Q);
     17 min(half-move clock, 99) / 99; 18 min(full move, 199) / 199. No repetition, no en passant.
     """
-    if encoding not in ENCODINGS:
-        raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
     pieces, state = batch["pieces"], batch["state"]
     device = pieces.device
     classes = torch.arange(12, dtype=torch.uint8, device=device)
@@ -84,8 +82,6 @@ def move_map(encoding: str) -> Tensor:
 
     matrix0: absolute squares, see `records.absolute_index`. oriented: the identity, twice.
     """
-    if encoding not in ENCODINGS:
-        raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
     identity = np.arange(records.POLICY_SIZE)
     black = records.absolute_index.astype(np.int64) if encoding == "matrix0" else identity
     return torch.from_numpy(np.stack([identity, black]))
@@ -97,8 +93,6 @@ def move_keys(encoding: str) -> tuple[Tensor, Tensor]:
     Keys are the 64 to-squares, then for each piece of an under-promotion (knight, bishop, rook) the E squares `ends`
     where one can stand. place: of each policy index in a flat table (64, 64 + 3 E); 0 where there is no such move.
     """
-    if encoding not in ENCODINGS:
-        raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
     boards = [(np.arange(records.POLICY_SIZE), 0)]  # White's: indices, and what turns a square
     if encoding == "matrix0":
         boards.append((records.absolute_index.astype(np.int64), 56))

@@ -96,14 +96,8 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
         raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
     records["pieces"] = bitboard.pieces_of(oriented)
     records["castling"] = [_castling(b) for b in boards]
-    last = (chess.BB_RANK_3, chess.BB_RANK_6)
-    files = [
-        chess.square_file(b.ep_square)
-        if b.ep_square is not None and chess.BB_SQUARES[b.ep_square] & last[b.turn]
-        else -1
-        for b in boards
-    ]
-    records["en_passant"] = bitboard.legal_en_passant(records["pieces"], files)
+    square = np.array([-1 if b.ep_square is None else b.ep_square ^ (0 if b.turn else 56) for b in boards])
+    records["en_passant"] = bitboard.legal_en_passant(records["pieces"], np.where(square >> 3 == 5, square & 7, -1))
     records["halfmove"] = [min(b.halfmove_clock, 255) for b in boards]
     records["side"] = black
     records["result"] = UNKNOWN
@@ -221,13 +215,10 @@ def move_from_index(index: int, board: chess.Board) -> chess.Move:
     if code == bitboard.NO_MOVE:
         raise ValueError(f"policy index {index} leads to no square of the board")
     flip = 0 if board.turn else 56
-    origin, target, promotion = (code & 63) ^ flip, (code >> 6 & 63) ^ flip, code >> 12
-    if promotion:
-        move = chess.Move(origin, target, promotion + 1)
-    elif (code >> 6 & 63) >= 56 and board.pawns & chess.BB_SQUARES[origin]:
-        move = chess.Move(origin, target, chess.QUEEN)
-    else:
-        move = chess.Move(origin, target)
+    origin, target, promotion = code & 63, code >> 6 & 63, code >> 12
+    queens = not promotion and target >= 56 and board.pawns & chess.BB_SQUARES[origin ^ flip]
+    piece = promotion + 1 if promotion else chess.QUEEN if queens else None
+    move = chess.Move(origin ^ flip, target ^ flip, piece)
     if not board.is_legal(move):
         raise ValueError(f"policy index {index}, move '{move.uci()}', is not legal in '{board.fen()}'")
     return move

@@ -46,9 +46,6 @@ def hide(rng: np.random.Generator, rows: int, rows_share: float, squares_share: 
     Each of the B rows has some with probability rows_share: each of its squares with probability squares_share, and
     (unless that is 0) at least one. The other rows are all 0. Rows with hidden squares give only the piece loss.
     """
-    for name, share in (("rows_share", rows_share), ("squares_share", squares_share)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} must lie between 0 and 1, not {share}")
     # All numbers are drawn whatever the shares, so a row's squares do not depend on the choice of the others.
     row_draws, draws, one = rng.random(rows), rng.random((rows, 64), np.float32), rng.integers(64, size=rows)
     squares = draws < squares_share

@@ -55,12 +55,8 @@ def import_files(
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
-    return import_each(jobs, Path(folder), storage(), workers, progress, limit)
-
-
-def storage() -> Storage:
-    """How positions are stored."""
-    return Storage(LAYOUT, VERSION, SHARD, STEP, held_out, audit.faults, audit.figures, audit.mark_outliers)
+    storage = Storage(LAYOUT, VERSION, SHARD, STEP, held_out, audit.faults, audit.figures, audit.mark_outliers)
+    return import_each(jobs, Path(folder), storage, workers, progress, limit)
 
 
 def import_listed(

@@ -178,6 +178,7 @@ def _rights(castling: str, black: bool) -> int | str:
     return CHESS960 if set(castling.upper()) <= set("KQABCDEFGH") else NOT_A_FEN
 
 
+@lru_cache(maxsize=1024)
 def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
     """(classes of 64 squares from rank 8 on, (castling, en-passant file, clock, side, ply)), or what is wrong."""
     fields = fen.split()

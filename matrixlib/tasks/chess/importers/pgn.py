@@ -18,7 +18,7 @@ import chess
 import numpy as np
 
 from matrixlib.data.entries import ParseResult, Part
-from matrixlib.data.shards import Batch, concat, select
+from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
 from matrixlib.tasks.chess.importers.notation import (
@@ -312,21 +312,16 @@ class Pgn:
             lambda text: text_of(b"".join(text[1:])),
         )
         games = [game for _, game in found]
-        rows_of = {fen: row for row, fen in enumerate(dict.fromkeys(game.fen for game in games))}
-        start, faults = read_fens(list(rows_of), self.source)
-        for game in games:
-            if fault := faults[rows_of[game.fen]]:
-                refuse(game, "start that can't be played", f"{fault}: {game.fen}")
-        games = [game for game in games if not faults[rows_of[game.fen]]]
-        if not games:
-            return entries.result(concat([], LAYOUT), len(texts), rows=np.zeros(0, np.int64))
-        start = start[[rows_of[game.fen] for game in games]]
+        start, faults = read_fens([game.fen for game in games], self.source)
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
         moves = np.array([code for game in games for code in game.moves], np.int32)
         columns = [start[name] for name in ("castling", "en_passant", "halfmove", "side")]
         replay = bitboard.replay(start["pieces"], np.stack(columns, axis=1), moves, bounds)
         for row in np.flatnonzero(replay.failed >= 0).tolist():
             game, move = games[row], int(replay.failed[row])
+            if faults[row]:  # a board without a legal move
+                refuse(game, "start that can't be played", f"{faults[row]}: {game.fen}")
+                continue
             words = [word for word in main_line(texts[game.number][1])[0] if type(meaning(word)) is int]
             ply, count = int(start["ply"][row]) + move, int(replay.matches[row])
             fits = f"fits {count} legal moves" if count else "is not legal"
