@@ -106,15 +106,6 @@ def test_checks() -> None:
     assert checks.tolist() == [board.is_check() for board in some]
 
 
-@pytest.mark.parametrize(
-    "code", [chess.E4 | chess.E5 << 6, chess.A1 | chess.A2 << 6, chess.E2 | chess.E4 << 6 | 5 << 12]
-)
-def test_impossible_moves_are_refused(code: int) -> None:
-    row = np.atleast_1d(records.from_boards([chess.Board()])[0])
-    with pytest.raises(ValueError, match=f"move {code} of row 0"):
-        records.play(row, np.array([code], np.uint16))
-
-
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"\(N, 32\)"):
         bitboard.ssl_maps(np.zeros(32, np.uint8))

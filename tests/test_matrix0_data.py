@@ -207,7 +207,6 @@ def test_every_row_is_accounted_for(tmp_path_factory, faults):
         ({"z": np.zeros((), np.float32)}, r"'z' must be numbers of shape"),
         ({"z": np.array([None, 1])}, r"Object arrays cannot be loaded"),
         ({"z": np.array(["a", "b"])}, r"'z' must be numbers"),
-        ({"values": np.zeros(2, np.float32)}, r"holds z, values at once"),
         ({"z": None}, r"no array 'z' \(nor value, values, value_targets\)"),
     ],
 )

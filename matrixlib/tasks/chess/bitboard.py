@@ -498,24 +498,22 @@ def legal_moves(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
     return moves[:used].copy(), indices[:used].copy(), offsets
 
 
-@kernel
-def _make_batch(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tuple[U8, U8, I8, U8, Int]:
+@_batched(np.uint8, np.int8, np.uint8, np.uint16)
+def make_moves(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tuple[U8, U8, I8, U8]:
+    """Play a legal move (N,) uint16 in each position; the result is oriented for the next mover.
+
+    Returns pieces (N, 32), castling, en-passant file (only where the capture is legal) and half-move clock (N,).
+    """
     n = pieces.shape[0]
     out_pieces, out_castling = np.empty((n, 32), np.uint8), np.empty(n, np.uint8)
     out_file, out_clock = np.empty(n, np.int8), np.empty(n, np.uint8)
     bb, after = np.empty(13, np.uint64), np.empty(12, np.uint64)
-    bad = -1
     for i in range(n):
         _unpack(pieces[i], bb)
-        move = np.int64(moves[i])
-        own = _occupied(bb, 0)
-        if own & _bit(move & 63) == _ZERO or own & _bit(move >> 6 & 63) != _ZERO or move >> 12 > 4:
-            bad = i
-            break
-        c, f, h = _make(bb, np.int64(castling[i]), np.int64(file[i]), np.int64(clock[i]), move, after)
+        c, f, h = _make(bb, np.int64(castling[i]), np.int64(file[i]), np.int64(clock[i]), np.int64(moves[i]), after)
         _pack(after, out_pieces[i])
         out_castling[i], out_file[i], out_clock[i] = c, f, h
-    return out_pieces, out_castling, out_file, out_clock, bad
+    return out_pieces, out_castling, out_file, out_clock
 
 
 # --- whole games ----------------------------------------------------------------------------------
@@ -789,22 +787,6 @@ def pieces_of(boards: ArrayLike) -> U8:
     if dense.shape[1:] != (12,):
         raise ValueError(f"bitboards must have shape (N, 12), not {dense.shape}")
     return _pieces_batch(dense)
-
-
-def make_moves(
-    pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike, halfmove: ArrayLike, moves: ArrayLike
-) -> tuple[U8, U8, I8, U8]:
-    """Play one legal move (N,) uint16 in each position; the result is oriented for the next mover.
-
-    Returns pieces (N, 32), castling, en_passant (set only where the capture is legal) and halfmove (N,).
-    Legality is the caller's; a move without an own piece to move, or onto an own piece, raises ValueError.
-    """
-    state = ((castling, np.uint8), (en_passant, np.int8), (halfmove, np.uint8), (moves, np.uint16))
-    *after, bad = _make_batch(*_arguments(pieces, *state))
-    if bad >= 0:
-        move = int(np.asarray(moves)[bad])
-        raise ValueError(f"move {move} of row {bad} can't be played there: take it from legal_moves")
-    return tuple(after)  # type: ignore[return-value]
 
 
 def mates(

@@ -311,23 +311,23 @@ RESULT_BYTES = 4096  # of the member with a game's result, at most: it is packed
 def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file by our names for them, with `game` and `result`, the game's from White's side (2 unknown).
 
-    Every byte is checked. ValueError says what is missing, there twice, or of another kind or shape.
+    Every byte is checked. ValueError says what is missing, or of another kind or shape.
     """
     with np.load(path, allow_pickle=False) as archive:
         found: dict[str, NDArray[Any]] = {}
         for array, (names, row) in NAMES.items():
-            ours = [name for name in names if name in archive.files]
-            if len(ours) > 1 or (not ours and array in NEEDED):
-                words = f"{', '.join(ours)} at once" if ours else f"no array '{array}' (nor {', '.join(names[1:])})"
-                raise ValueError(f"it holds {words}; there are {', '.join(archive.files)}")
-            for name in ours:
-                values = archive[name]
-                if array == "z" and values.shape[1:] == (1,):
-                    values = values[:, 0]
-                shape = (len(found["s"]) if found else values.shape[0] if values.ndim else 0, *row)
-                if values.dtype.kind not in "fiub" or values.shape != shape:
-                    raise ValueError(f"'{name}' must be numbers of shape {shape}, not {values.dtype} {values.shape}")
-                found[array] = values
+            name = next((name for name in names if name in archive.files), "")
+            if not name and array not in NEEDED:
+                continue
+            if not name:
+                raise ValueError(f"it holds no array '{array}' (nor {', '.join(names[1:])}) but {archive.files}")
+            values = archive[name]
+            if array == "z" and values.shape[1:] == (1,):
+                values = values[:, 0]
+            shape = (len(found["s"]) if found else values.shape[0] if values.ndim else 0, *row)
+            if values.dtype.kind not in "fiub" or values.shape != shape:
+                raise ValueError(f"'{name}' must be numbers of shape {shape}, not {values.dtype} {values.shape}")
+            found[array] = values
         info = archive.zip.infolist() if archive.zip else []
         game = game_id("matrix0", repr(sorted((item.filename, item.CRC) for item in info)))
         size = {item.filename: item.file_size for item in info}.get("meta_result.npy", RESULT_BYTES + 1)
