@@ -195,25 +195,6 @@ def test_an_update_is_that_of_the_cpu(name: str) -> None:
         compare(gradients(reference), gradients(step), precision)
 
 
-def test_recomputed_blocks_and_heads_in_chunks_change_nothing() -> None:
-    """Neither losses, gradients nor BatchNorm's statistics, with dropout on."""
-    rows = ROWS if DRY else 256
-    model = {"dropout": 0.1, "droppath": 0.1, "ssl": ["threat", "control"], "norm": {"blocks": "batch"}}
-    changes = {"model": model, "train": {"batch_size": rows}, "optim": CALM["optim"], "runtime": {"precision": "fp32"}}
-    base = configured("small", changes)
-    (batch,) = batches_of(base)
-    reference = step_of(base)
-    expected = reference(batch).loss
-    statistics = dict(unwrap(reference.model).named_buffers())
-    for every, chunk in ((1, 0), (2, 0), (0, rows // 4), (1, rows // 4)):
-        step = step_of(changed(base, {"model": {"checkpoint_every": every}}))
-        step.task.set_chunk(unwrap(step.model), chunk)
-        assert step(batch).loss == pytest.approx(expected, rel=LOSS)
-        compare(gradients(reference), gradients(step))
-        for key, value in unwrap(step.model).named_buffers():
-            torch.testing.assert_close(value, statistics[key], rtol=1e-4, atol=1e-5, msg=f"{key}: a batch taken twice")
-
-
 @pytest.mark.parametrize("preset", ["demo"] if DRY else ["quick", "matrix0_53m"])
 def test_a_compiled_network_has_one_graph_made_once(preset: str) -> None:
     """An update that compiles again would stall a training for a minute. On a CPU the graph is traced alone."""

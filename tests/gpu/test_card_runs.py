@@ -12,7 +12,6 @@ import pytest
 import torch
 from card import CALM, DEVICE, DRY, QUIET, ROWS, batches_of, configured, half_precision, overrides, step_of
 
-from matrixlib.engine import checkpoint as checkpoints
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import get_task
@@ -117,25 +116,6 @@ def test_a_resumed_run_goes_on_with_the_same_losses_and_streams(reports: Path, m
     assert losses == pytest.approx(expected[half:], rel=0 if DRY else 1e-3)
     for group in ("model", "optimiser") if DRY else ():
         assert all(torch.equal(tensor, other.tensors[group][name]) for name, tensor in end.tensors[group].items())
-
-
-def test_a_save_writes_the_bytes_of_the_moment_at_which_it_was_asked_for(reports: Path) -> None:
-    updates_before, beside = (2, 2) if DRY else (20, 20)
-    run = open_run("demo" if DRY else LARGE, run="saving", steps=200, overrides=overrides(QUIET))
-    updates = run.train()
-    for _ in range(2):  # the first save also makes its buffers
-        for _ in range(updates_before):
-            next(updates)
-        tensors, _ = run.trainer._step.state_dict()
-        clones = {group: {name: t.cpu().clone() for name, t in members.items()} for group, members in tensors.items()}
-        path = run.trainer.save()
-        for _ in range(beside):
-            next(updates)
-        run.trainer.checkpoints.join()
-        stored = checkpoints.read(path).tensors
-        for group, members in clones.items():
-            assert all(torch.equal(stored[group][name], tensor) for name, tensor in members.items()), group
-    updates.close()
 
 
 SIZES = (1, 17, 40) if DRY else (1, 17, 300, 1024)
