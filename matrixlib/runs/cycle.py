@@ -230,7 +230,6 @@ class Cycle:
                     catalogue.add(info, info.meta["split"], info.meta["source"])
                 chunks = sorted({**generation.chunks, str(first): tally}.items(), key=lambda row: int(row[0]))
                 generation = generation.write(self.folder, chunks=dict(chunks))
-                bar.set_postfix_str(f"{tally['games'] / tally['seconds']:.1f} games/s in a process", refresh=False)
                 bar.update()
         return generation
 
@@ -274,7 +273,7 @@ class Cycle:
         """What a candidate learns from, whatever becomes of shards and decisions meanwhile. Its first weights are those
         of the generation before it, after a roll-back those of the best one."""
         number, decisions = generation.number, self.decisions()
-        recent = [games.source(one) for one in range(max(1, number - self.config.window + 1), number + 1)]
+        recent = [f"selfplay_{one:03d}" for one in range(max(1, number - self.config.window + 1), number + 1)]
         before = read_generations(self.folder).get(number - 1)
         rolled_back = any(decision.kind == "rollback" for decision in decisions[before.known if before else 0 :])
         return generation.write(

@@ -210,11 +210,6 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
 # Games: parts for `fleet.compute`, each on one thread, as its processes are the parallelism
 
 
-def source(generation: int) -> str:
-    """The name by which the catalogue knows the positions of a generation."""
-    return f"selfplay_{generation:03d}"
-
-
 def play_chunk(
     cycle: str, config: CycleConfig, runtime: Runtime, generation: Generation, first: int, stored: bytes
 ) -> tuple[Tally, dict[str, bytes]]:
@@ -229,12 +224,14 @@ def play_chunk(
     numbers = range(first, min(first + config.chunk, config.games))
     traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed))
     traces.sort(key=lambda trace: trace.number)
-    ids = {number: _id(f"{cycle}/{generation.number}/{number}") for number in numbers}
+    names = {number: f"{cycle}/{generation.number}/{number}".encode() for number in numbers}
+    ids = {n: int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") for n, name in names.items()}
     batch = game.batch(traces, ids)
     outside = np.array([ids[number] for number in numbers if number % HELD_OUT == HELD_OUT - 1], np.uint64)
     validation = np.isin(batch["records"]["game"], outside)
     origin = {"cycle": cycle, "generation": generation.number, "by": generation.by, "first": first}
-    meta = {"source": source(generation.number), "generator": origin, "seed": seed, "created": generation.begun}
+    source = f"selfplay_{generation.number:03d}"
+    meta = {"source": source, "generator": origin, "seed": seed, "created": generation.begun}
     shards = {}
     for split, rows in (("train", ~validation), ("validation", validation)):
         if rows.any():
@@ -243,11 +240,6 @@ def play_chunk(
             shards[name] = pack_shard(spec.layout, part, {**meta, "split": split})
     figures = tally(game.game, traces) | {"positions": len(batch["records"]), "seconds": time.monotonic() - began}
     return figures, shards
-
-
-def _id(name: str) -> int:
-    """A 64-bit id of a game, for its records. Whether it is held out is not in it: the shard says so."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def tally(game: Game, traces: Sequence[Trace]) -> Tally:

@@ -173,7 +173,14 @@ class Run:
             if not 0 <= trace < self.steps:
                 raise RunError(f"trace is {trace}: give an update before the last one, {self.steps}, or 0")
             if self.processes > 1:
-                yield from self._follow({"trace": trace, "tensorboard": tensorboard})
+                from matrixlib.runs import elastic
+
+                self.close()  # the first of the ranks holds the lock and writes
+                self._forget()
+                backend.empty_cache(self.runtime.torch_device)  # of the trials: that rank has the same GPU
+                options = {"overrides": configuration.dump(self.requested), "trace": trace, "tensorboard": tensorboard}
+                request = {"preset": self.preset, "run": self.name, **options}
+                yield from elastic.follow(self.folder, self.processes, request, self._say)
             else:
                 yield from self._train(trace, tensorboard)
 
@@ -208,16 +215,6 @@ class Run:
             if events is not None:
                 events.close()
             self.close()
-
-    def _follow(self, options: Mapping[str, Any]) -> Generator[Stats]:
-        """Train in processes of their own, the first of which holds the lock and writes."""
-        from matrixlib.runs import elastic
-
-        self.close()
-        self._forget()
-        backend.empty_cache(self.runtime.torch_device)  # of the trials: the first rank has the same GPU
-        request = {"preset": self.preset, "run": self.name, "overrides": configuration.dump(self.requested), **options}
-        yield from elastic.follow(self.folder, self.processes, request, self._say)
 
     def _forget(self) -> None:
         """Let go of a trainer that knows of what was before."""
@@ -378,14 +375,7 @@ def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
 
 
 def _open(
-    folder: Path,
-    preset: str,
-    requested: Config,
-    lock: FileLock,
-    kind: str,
-    ranks: Ranks,
-    processes: int,
-    parts: Parts,
+    folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks, processes: int, parts: Parts
 ) -> Run:
     """processes: that this one is to start; it opens the run as their first."""
     from matrixlib.engine import compiler, distributed
