@@ -162,21 +162,11 @@ def test_the_finished_run_is_the_one_that_ended_last_whatever_was_written_later(
     assert read_run(reports / "old").ended == "2026-01-01T00:00:00Z"
 
 
-def test_without_memory_for_the_matrix_rate_a_run_trains(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: object) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(speed, "matrix_rate", full)
-    current = train("full")
-    assert current.summary()["complete"]
-    assert current.summary()["share_of_peak"] is None
-
-
-@pytest.mark.parametrize("trace", [-1, 3, 10**9])
-def test_a_trace_that_would_never_be_is_told(reports: Path, trace: int) -> None:
+def test_a_trace_that_would_never_be_is_told(reports: Path) -> None:
     current = runs.open_run(run="traced", overrides=TINY | {"train": {**TINY["train"], "steps": 3}})
-    with pytest.raises(runs.RunError, match=f"trace is {trace}: give an update before the last one, 3, or 0"):
-        next(current.train(trace))
+    for trace in (-1, 3, 10**9):
+        with pytest.raises(runs.RunError, match=f"trace is {trace}: give an update before the last one, 3, or 0"):
+            next(current.train(trace))
     assert not (current.folder / "metrics.jsonl").exists()
 
 
@@ -270,11 +260,6 @@ def test_explicit_parameters_beat_overrides_which_beat_the_preset(reports: Path)
     assert (current.config.seed, current.steps, current.config.train.batch_size) == (7, 3, 64)
     assert current.config.optim.beta2 == 0.98
     current.close()
-
-
-def test_a_missing_data_folder_is_named(reports: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
-        runs.open_run(overrides={**TINY, "data": {"source": str(tmp_path / "nothing")}})
 
 
 def test_steps_auto_is_fixed_at_the_start(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,33 +442,9 @@ def test_a_run_says_what_it_lost_and_ends_above_the_limit(two_sources: Path) -> 
     current = train("some", **merge(TINY, options))
     assert current.summary()["lost_rows"] == {"train": pytest.approx(1 / 6, abs=1e-6), "validation": 0.0}
     assert any("16.67% of the training rows are lost so far" in message for message in current.messages)
-    page = report.write_report(current.folder).read_text("utf-8")
-    assert "16.67% of the train rows replaced by others" in page
-    assert "of the validation rows" not in page
     options["data"]["max_lost"] = 0.16
     with pytest.raises(runs.RunError, match=r"16\.7% of the training rows are damaged, more than data.max_lost"):
         train("many", **merge(TINY, options))
-
-
-def test_a_summary_that_says_little_ends_no_run(reports: Path) -> None:
-    current = train("short", **TINY)
-    (current.folder / "summary.json").write_text('{"complete": true}')
-    again = runs.open_run(run="short", overrides=TINY)
-    assert not again.complete
-    for _ in again.train():
-        pass
-    assert again.complete
-
-
-@pytest.mark.filterwarnings("ignore:shard")
-def test_of_much_damage_a_run_says_some(two_sources: Path, reports: Path) -> None:
-    data = runs.open_run(run="damaged", overrides=merge(TINY, {"data": {"max_lost": 1.0}})).data
-    before = len(data.messages)
-    for block in range(100):
-        data._damaged("train", data.catalogue.shards()[0].name, block, "its check failed")
-    told = data.messages[before:]
-    assert len(told) == 8, "the first three, the 4th, 8th, 16th, 32nd and 64th"
-    assert told[-1].endswith("are lost so far, in 64 blocks")
 
 
 def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,19 +477,17 @@ def test_what_the_policy_derives_reaches_the_loaders_processes(reports: Path, mo
     for batches in (data.training.batches(0), iter(data.held_out("full"))):
         with pytest.raises(LoaderError):
             next(batches)
-        assert given == [8, 6, True, 3.0], "workers, prefetch, pin, timeout"
-
-
-def test_what_is_quarantined_is_told_as_a_share_of_the_data(two_sources: Path) -> None:
-    Catalogue(two_sources).quarantine("few.npz", "looked odd")
-    run = runs.open_run(overrides=merge(TINY, {"data": {"source": str(two_sources)}}))
-    run.close()
-    assert f"1 shard is quarantined, {200 / 1400:.2%} of the rows; few.npz: looked odd" in run.describe()
+        assert given == [8, 6, 3.0], "workers, prefetch, timeout"
 
 
 def test_suspicious_shards_are_named_and_left_out_where_that_is_asked_for(two_sources: Path) -> None:
     """What an import found far from the other shards of its source."""
     catalogue = Catalogue(two_sources)
+    catalogue.quarantine("few.npz", "looked odd")
+    run = runs.open_run(run="quarantined", overrides=merge(TINY, {"data": {"source": str(two_sources)}}))
+    run.close()
+    assert f"1 shard is quarantined, {200 / 1400:.2%} of the rows; few.npz: looked odd" in run.describe()
+    catalogue.release("few.npz")
     first, *others = catalogue.shards("train")
     catalogue.set_quality(first.name, {**first.quality, "outliers": {"men": 8.04, "draw": -7}})
     more = {**TINY, "data": {"source": str(two_sources)}}

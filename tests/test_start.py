@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,9 @@ def test_the_source_is_needed_once(source: Path, reports: Path) -> None:
     run.trainer.checkpoints.join()
     run.close()
     (reports / "source").rename(reports / "elsewhere")
-    again = opened(source, "once")
-    given = weights_in(reports / "elsewhere" / "checkpoints" / source.name)
-    assert all(torch.equal(tensor, given[name]) for name, tensor in again.model.state_dict().items())
-    again.close()
+    with closing(opened(source, "once")) as again:
+        given = weights_in(reports / "elsewhere" / "checkpoints" / source.name)
+        assert all(torch.equal(tensor, given[name]) for name, tensor in again.model.state_dict().items())
 
 
 def test_what_does_not_fit_is_refused_by_name_or_listed(source: Path, reports: Path) -> None:
