@@ -17,7 +17,6 @@ from test_chess_task import MANY_MOVES, positions
 from test_distill import STUDENT, sharpened, teacher, trained
 
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import Loader
 from matrixlib.data.reader import Sidecars
 from matrixlib.data.shards import Shard, ShardError
 from matrixlib.engine.task import Batch
@@ -190,25 +189,3 @@ def test_training_reads_the_cache_and_asks_nobody(
     with closing(student(folder, teacher, cache=True)):
         assert path.read_bytes() == before
         assert not Sidecars.note(path).exists()
-
-
-def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None:
-    paths = make(folder, teacher_of())
-    raw = bytearray(paths["a.npz"].read_bytes())
-    raw[4500 * soft.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
-    paths["a.npz"].write_bytes(raw)
-    damage: list[Any] = []
-    sidecars, rows = Sidecars(soft.LAYOUT, paths), Catalogue(folder).shards("train")
-    loader = Loader(
-        rows, records.LAYOUT, 64, 0, TASK.prepare_plain, on_damage=lambda *what: damage.append(what), sidecars=sidecars
-    )
-    batches = [batch["pieces"].numpy() for batch in loader.sequential(5000)]
-    ((name, block, reason),) = damage
-    assert (name, block) == ("a.npz", 1)
-    assert str(paths["a.npz"]) in reason
-    stored = Shard(folder / "a.npz", records.LAYOUT).arrays["records"]["pieces"]
-    assert (batches[0][4096:] == stored[: 5000 - 4096]).all()
-    gathered, fine = loader.records(0), stored_records(paths["a.npz"])
-    place = {row.tobytes(): i for i, row in enumerate(stored[:4096])}
-    sides = [fine[place[row["pieces"].tobytes()]] for row in gathered["records"]]
-    assert all(side == own for side, own in zip(gathered["sidecar"], sides, strict=True))

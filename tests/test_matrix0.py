@@ -15,7 +15,7 @@ from matrixlib.runs.start import read_start
 from matrixlib.tasks import get_task
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.evaluate.files import open_matrix0
-from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, matrix0_name, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 
 SMALL: dict[str, Any] = {
@@ -78,6 +78,7 @@ def test_outputs_equal_matrix0s(shared: Path) -> None:
 
 def test_the_preset_is_matrix0s_network() -> None:
     assert load("matrix0_53m").model == matrix0_config(BIG)
+    assert matrix0_config({}).policy.kind == "dense"
 
 
 def test_a_better_policy_on_its_trunk_differs_in_nothing_else() -> None:
@@ -245,11 +246,3 @@ def test_mix_of_attention_is_translated() -> None:
     for mix, mask, ours in ((0.2, True, 0.2), (1.0, True, 0.0), (True, True, 0.0), (0.0, False, 0.0)):
         options = matrix0_config(SMALL | {"attention_unmasked_mix": mix}).attention
         assert (options.mask, options.unmasked_mix) == (mask, ours)
-
-
-def test_options_that_change_the_network() -> None:
-    config = matrix0_config({"se": False, "attention": False, "chess_features": False, "self_supervised": False})
-    net = PolicyValueNet(config.model_copy(update={"channels": 16, "blocks": 1}))
-    assert config.policy.kind == "dense"
-    assert matrix0_name("policy_head.dense.weight") == "policy_fc.weight"
-    assert not any(key.startswith(("chess_features", "ssl")) for key in matrix0_state(net))
