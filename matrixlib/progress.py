@@ -49,23 +49,27 @@ class LinePace:
         return True
 
 
-def text_bar(**options: Any) -> Any:
-    """A bar on standard error: in place in a terminal; into a file, or the output of a notebook, it is a line of text
-    with its time every few seconds (see `LinePace`), and no carriage return."""
+def live_bar(**options: Any) -> Any:
+    """A live bar where a front end shows it; closed, it becomes a line of text, as no widget outlives its kernel.
+
+    Headless it is only for work of more than 20 seconds: in place in a terminal; into a file, or the output of a
+    notebook, a line of text with its time every few seconds (see `LinePace`), and no carriage return. There is none
+    where `silent`.
+    """
     from tqdm import tqdm
 
-    options = {"miniters": 1, **options}  # tqdm's own guess wants its thread beside it
+    quiet = options.pop("disable", False) or silent()
+    if not quiet and interactive():
+        return _notebook_bar(**options)
+    options |= {"delay": 20, "miniters": 1, "mininterval": 5, "disable": quiet}
 
     class Bar(tqdm):
         monitor_interval = 0  # else a thread is left behind
 
-    if sys.stderr.isatty():
-        return Bar(**options)
-
     class Lines(Bar):
-        def __init__(self, **options: Any) -> None:
+        def __init__(self) -> None:
             now = time.monotonic()
-            self.pace = LinePace(now, now + options.get("delay", 0.0))
+            self.pace = LinePace(now, now + options["delay"])
             self.told: float = 0
             super().__init__(**{**options, "bar_format": LINE, "leave": False})
 
@@ -80,17 +84,10 @@ def text_bar(**options: Any) -> Any:
                 self.display()
             super().close()
 
-    return Lines(**options)
+    return Bar(**options) if sys.stderr.isatty() else Lines()
 
 
-def live_bar(**options: Any) -> Any:
-    """A live bar where a front end shows it; closed, it becomes a line of text, as no widget outlives its kernel.
-
-    Headless it is a `text_bar`, and only for work of more than 20 seconds; there is none where `silent`.
-    """
-    quiet = options.pop("disable", False) or silent()
-    if quiet or not interactive():
-        return text_bar(**options, delay=20, mininterval=5, disable=quiet)
+def _notebook_bar(**options: Any) -> Any:
     from IPython.display import display
     from tqdm.notebook import tqdm_notebook
 
@@ -113,14 +110,6 @@ def live_bar(**options: Any) -> Any:
 def clock_time() -> str:
     """Local time with its zone, for people: "14:03:05 CET"."""
     return f"{datetime.now().astimezone():%H:%M:%S %Z}"
-
-
-def in_notebook() -> bool:
-    """Whether this runs in an IPython kernel (a notebook), where displayed pictures go somewhere."""
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def duration(seconds: float) -> str:

@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pandas as pd
+from IPython import get_ipython
 from matplotlib.figure import Figure
 
 from matrixlib.engine import metrics
 from matrixlib.engine.stats import Stats
-from matrixlib.progress import LinePace, clock_time, duration, in_notebook, interactive, silent
+from matrixlib.progress import LinePace, clock_time, duration, interactive, silent
 from matrixlib.runs import figures
 
 EVERY_SECONDS = 0.5  # between two redraws of bar and text
@@ -83,7 +84,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
 
     def __exit__(self, *error: object) -> None:
         """Show the final picture: in place of the panel, or as an output of a headless notebook."""
-        if not self._live and not in_notebook():
+        if not self._live and getattr(get_ipython(), "kernel", None) is None:
             return
         from IPython.display import Image, display
 
