@@ -16,9 +16,9 @@ from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import refuse_below_floor
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, model, pool, squares
+from matrixlib.tasks.latin.losses import tokens
 from matrixlib.tasks.latin.model import Block, LatinNet
-from matrixlib.tasks.latin.spec import TASK as SPEC
-from matrixlib.tasks.latin.task import LatinTask, tokens
+from matrixlib.tasks.latin.spec import LatinTask
 from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token, token_table
 
 SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
@@ -73,14 +73,6 @@ def test_the_stage_decides_size_mode_and_fill() -> None:
     assert batch(at(task, (4, 4), (0.5, 0.7), "negative"), rows)["mode"].unique().tolist() == [2]
     with pytest.raises(ValueError, match="squares of size 4 to 4, but the stage has 3 to 3"):
         batch(at(task, (3, 3), (0.5, 0.7)), rows)
-
-
-def test_the_pool_has_the_squares_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
-    stages = {"stages": [[5, 5], [3, 6]], "fractions": [0.5, 0.5]}
-    folder = SPEC.folder(latin_task(curriculum={"size": stages}, data={"squares": 300}, seed=3).config)
-    assert folder == tmp_path / "latin_3-6_300_seed3"
-    assert sorted(pool.read(folder.glob("*.npz"))) == [3, 4, 5, 6]
 
 
 def test_some_puzzles_stay_easy() -> None:

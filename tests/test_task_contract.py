@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from melee_batches import melee_task
-from melee_games import game
+from melee_games import game, melee_task
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
@@ -21,7 +20,7 @@ from matrixlib.runs.cycle_games import load_cycle
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import pool, squares
 from matrixlib.tasks.latin.config import LatinConfig
-from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.latin.spec import LatinTask
 from matrixlib.tasks.melee.windows import stretches
 from matrixlib.tasks.tictactoe.game import UNKNOWN, TicTacToe, training_batch
 from matrixlib.tasks.tictactoe.spec import TicTacToeTask

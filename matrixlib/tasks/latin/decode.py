@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from matrixlib.tasks.latin import squares
-from matrixlib.tasks.latin.losses import digit_log_probabilities, inside, violations
-from matrixlib.tasks.latin.task import tokens
+from matrixlib.tasks.latin.losses import digit_log_probabilities, inside, tokens, violations
 from matrixlib.tasks.latin.vocabulary import MODES, token_table
 
 NEVER = -1e9

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from matrixlib.engine.task import Batch
+from matrixlib.tasks.latin.vocabulary import EMPTY, PAD
+
 IMPOSSIBLE = -1e9  # log-probability of a digit that the puzzle does not have
 
 Sums = dict[str, Tensor]
@@ -17,6 +20,13 @@ def inside(size: Tensor, side: int) -> Tensor:
     """(B, side, side) bool: cells of the grids of these sizes (B,)."""
     places = torch.arange(side, device=size.device) < size[:, None]
     return places[:, :, None] & places[:, None, :]
+
+
+def tokens(batch: Batch) -> Tensor:
+    """(B, N, N) int64 input tokens of `prepare`'s arrays: digits where revealed, EMPTY, PAD outside."""
+    square = batch["square"]
+    digits = batch["digits"].gather(1, square.long().flatten(1)).view_as(square)
+    return torch.where(inside(batch["size"], square.shape[1]), torch.where(batch["hidden"], EMPTY, digits), PAD)
 
 
 def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:

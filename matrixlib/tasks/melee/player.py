@@ -16,7 +16,6 @@ from matrixlib.tasks.melee import features
 from matrixlib.tasks.melee.columns import BUTTONS, CHARACTERS, DELAYS, SCENE
 from matrixlib.tasks.melee.controller import AXES, LOGITS, NEUTRAL, Controller, controllers
 from matrixlib.tasks.melee.model import MeleeNet, State, gumbel
-from matrixlib.tasks.melee.task import MeleeTask
 
 
 class Player:
@@ -83,7 +82,7 @@ class MeleeOnnx(onnx.OnnxModule):
     sample.
     """
 
-    def __init__(self, model: MeleeNet, task: MeleeTask) -> None:
+    def __init__(self, model: MeleeNet, task: Any) -> None:
         super().__init__()
         self.model, self._correct, self._delays = model, task.objective(model).correct, task.config.data.delay
         names = [f"memory_{number}" for number in range(len(model.trunk.initial(1)))]
@@ -114,7 +113,7 @@ class MeleeOnnx(onnx.OnnxModule):
         return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
-def export(model: MeleeNet, task: MeleeTask, path: Path | str) -> onnx.OnnxFile:
+def export(model: MeleeNet, task: Any, path: Path | str) -> onnx.OnnxFile:
     """Write a network for Melee as ONNX, with the delays that it was trained with; errors as of `engine.onnx.export`.
 
     Compared over games of three frames at random, one and four at a time, sampled and not.
