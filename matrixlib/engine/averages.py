@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,13 +177,11 @@ def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimCon
 
 class EvalWeights:
     """The weights by which the training of a `Step` is judged and exported. source: of every method, the training
-    batches of the phase in force, the first of which are made once and kept on the host.
-    """
+    batches of the phase in force."""
 
     def __init__(self, step: Any) -> None:
         self._step, self._model = step, unwrap(step.model)
         self._source: Source | None = None
-        self._batches: list[Batch] = []
 
     @contextmanager
     def applied(self, source: Source) -> Iterator[None]:
@@ -222,19 +220,18 @@ class EvalWeights:
             return
         if not self._step.ranks.first:  # `applied` gives them to all
             return
-        if source is not self._source:
-            self._source, self._batches = source, list(source.batches(0, BATCHES))
-        elif average.statistics:
+        if source is self._source and average.statistics:
             return
+        batches, self._source = list(source.batches(0, BATCHES)), source
         device = self._step.runtime.torch_device
         streams = rng.capture(device)
         try:
             rng.restore(rng.seeded(self._step.config.seed, device), device)  # a task may draw in its losses
-            average.statistics = self._made(average)
+            average.statistics = self._made(average, batches)
         finally:
             rng.restore(streams, device)
 
-    def _made(self, average: Average) -> dict[str, Tensor]:
+    def _made(self, average: Average, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Means over passes of as many rows as in training, without dropout and without bad batches."""
         step, model = self._step, copy.deepcopy(self._model).eval()
         load_tensors(model, average.state_dict(), "average")
@@ -243,7 +240,7 @@ class EvalWeights:
             norm.momentum, norm.training = None, True
         made = _statistics(model)
         buffers = list(made.values())
-        for batch in self._batches:
+        for batch in batches:
             for start in range(0, rows(batch), step.micro_batch):
                 part = to_device(slice_batch(batch, start, start + step.micro_batch), step.runtime.torch_device)
                 before = [buffer.clone() for buffer in buffers]

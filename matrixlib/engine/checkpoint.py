@@ -255,9 +255,9 @@ class Checkpoints:
         On return all is copied, so that training may go on; a thread writes the folder, one at a time (durable on
         return with `wait`). best: marks it as the best so far. spare: another step whose checkpoint is kept too.
 
-        Checkpoints beyond `step` belong to a course that was left (a rollback, a damaged newest one): they are removed
-        once the new one is durable. Raises CheckpointError if it cannot be written (older ones are untouched), here or
-        at the next `save` or `join`; at once, TypeError or ValueError for a state that cannot be stored.
+        Checkpoints beyond `step` belong to a course that was left: they are removed once the new one is durable.
+        CheckpointError if it cannot be written (older ones are untouched), here or at the next `save` or `join`;
+        TypeError or ValueError for a state that cannot be stored.
         """
         copied = json.loads(json.dumps(state))
         if best is not None and not math.isfinite(best):

@@ -16,15 +16,12 @@ from matrixlib.hardware.runtime import Runtime
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
 """Modes that record CUDA graphs: these write their results, gradients too, to the same memory each time."""
-ON_CPU = {"cpp_wrapper": True}
-"""Kernels are called from C++. oneDNN makes the convolutions in any case, and the width of vectors is the compiler's
-choice: half of AVX-512's was as fast."""
+ON_CPU = {"cpp_wrapper": True}  # kernels are called from C++; half of AVX-512's vectors were as fast as whole ones
 
 
 def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
-    """(plain module, module to train with): on the device, in its memory format, compiled where it pays.
-
-    Evaluation and state dicts use the plain one: no `_orig_mod.` in names, no recompiling in eval mode.
+    """(plain module, module to train with): on the device, in its memory format, compiled where it pays. Evaluation and
+    state dicts use the plain one: no `_orig_mod.` in names, no recompiling in eval mode.
     """
     plain = unwrap(model).to(runtime.torch_device)
     if runtime.channels_last:
@@ -55,13 +52,6 @@ def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = Non
     options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
     forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # takes no mode beside options
     return forward
-
-
-def forget() -> None:
-    """Drop every graph of this process, where a number has changed that graphs hold as a constant, such as a rate of
-    dropout: of a function torch keeps eight, and then runs it without them, without a word.
-    """
-    torch.compiler.reset()
 
 
 def begin_pass(mode: str) -> None:

@@ -257,11 +257,10 @@ def dead_units(
 ) -> tuple[int, dict[str, Tensor]]:
     """(rows looked at, which units are dead (units,) by activation) over the first `minimum` rows or more.
 
-    Activations are functions that `task.outputs` runs, known by their operations, so they need not be modules; names
-    are "<module>.<function>", from the second call on "....2" and so on. A unit is a channel, over rows and places:
-    dimension 1 of a tensor with four or more (B, C, H, W), the last one of a smaller tensor (B, C) or (B, tokens, C).
-    It is dead if it is never above 0 (ReLU), or if its standard deviation is below 1e-4 (SiLU, GELU, Mish). batches:
-    host tensors. passes: as in `validate`. Eval mode; one host read.
+    Activations are functions that `task.outputs` runs, modules or not: "<module>.<function>", from the second call on
+    "....2" and so on. A unit is a channel over rows and places, dimension 1 of (B, C, H, W) and the last one of (B, C)
+    or (B, tokens, C). It is dead if it is never above 0 (ReLU), or its standard deviation is below 1e-4 (SiLU, GELU,
+    Mish). batches: host tensors. passes: as in `validate`. Eval mode; one host read.
     """
     model, passes = unwrap(model), passes or OomBackoff()
     seen, moments = 0, defaultdict[str, list[Tensor]](list)

@@ -1,11 +1,9 @@
 """Several processes that train one network together: their ranks, what they agree on, whole and sharded networks.
 
 torchrun starts them. Each makes the same updates from rows of its own, and decides on numbers that are the same
-everywhere: sums over ranks, or what rank 0 says. So they all skip, roll back, stop and halve the micro-batch at once.
-
-With `runtime.shard` torch's FSDP2 keeps a part of every weight, gradient and optimiser state on each rank. Passes are
-collective operations then, so all ranks make as many of them. Between passes a weight is a DTensor: of this the rest of
-the engine knows `full`, `local_part`, `sharded_like` and `unsharded`, which do nothing with other networks.
+everywhere: sums over ranks, or what rank 0 says. With `runtime.shard` torch's FSDP2 keeps a part of every weight,
+gradient and optimiser state on each rank, passes are collective operations, and between them a weight is a DTensor: of
+this the rest of the engine knows `full`, `local_part`, `sharded_like` and `unsharded`.
 """
 
 from __future__ import annotations
@@ -296,14 +294,13 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 class Reducer:
     """Sums the gradients of a network over ranks.
 
-    Of a whole network in one all-reduce after the last pass of an update. torch's DistributedDataParallel waits for
-    every parameter of every rank in the backward pass: where one runs out of memory, or has rows that leave a parameter
-    out, the others wait for good. Here all agree on what to do first.
+    Of a whole network in one all-reduce after the last pass of an update, once all have agreed on what to do:
+    DistributedDataParallel waits for every parameter of every rank in the backward pass, where one may run out of
+    memory or leave a parameter out.
 
-    With `runtime.shard` what the network's `parts()` names is gathered when a pass comes to it and let go of; all else,
-    without that method everything, is there during the whole pass. Under bf16 these parts are gathered in it, unless
-    they have a batch norm, and their gradients are summed in fp32, after each pass: several would be as large as the
-    whole network.
+    With `runtime.shard` what the network's `parts()` names is gathered when a pass comes to it and let go of; all else
+    is there during the whole pass. Under bf16 these parts are gathered in it, unless they have a batch norm, and their
+    gradients are summed in fp32, after each pass.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, config: Config, runtime: Runtime) -> None:

@@ -74,12 +74,10 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) -> list[dict[str, Any]]:
-    """Groups of an optimiser: decayed, and not decayed (weight_decay 0). Frozen parameters, and those of a
-    `SGDParameters`, are in neither.
+    """Groups of an optimiser: decayed, and not decayed. Frozen parameters, and `SGDParameters`, are in neither.
 
-    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and convolution
-    kernels. Everything else is not: biases, norms, embeddings, parameters that a module of our own holds directly, and
-    those shared with one that must not decay (tied embeddings).
+    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module, and not biases, norms,
+    embeddings, parameters that a module of our own holds, and those shared with one that must not decay.
 
     muon: each group also says whether it is `orthogonal`. Those are the decayed ones of hidden layers; the network's
     `edges()` names the layers that take the data or give the outputs. ValueError for a network without that method.

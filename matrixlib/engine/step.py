@@ -131,7 +131,7 @@ class Step:
         when no parameter receives a gradient. After any error while `consistent` the state is as before.
         """
         if self.dropout.enter(self.update / self.steps) and self.runtime.compile:
-            compiler.forget()
+            torch.compiler.reset()  # graphs hold the rates as constants; torch keeps eight, then runs without, silently
             self._untried = self.model is not unwrap(self.model)
         optim.copy_tensors(self._before, self._buffers)
         try:

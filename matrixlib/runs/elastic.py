@@ -5,6 +5,7 @@ and ranks end with it, however it ends: each has the other end of a pipe that no
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +21,12 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.signals import deferred
 from matrixlib.engine.stats import Stats, from_row
 from matrixlib.files import utc_now
+from matrixlib.hardware import machine
 from matrixlib.runs.data import RunError
 
 POLL_SECONDS = 0.1
+SAVE_SECONDS = 600  # in which a rank that was told to end saves; torchrun would kill it after 30
+FAILURE = re.compile(r"^rank \d+ of \d+: .*$", re.MULTILINE)
 NOTEBOOK_VARIABLES = ("JPY_SESSION_NAME", "MATRIXLIB_LIVE")
 
 
@@ -34,8 +38,10 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
     saying which rank failed, and why.
     """
     known, log = (utc_now(), 0), folder / "ranks.log"
-    command = [sys.executable, "-m", "matrixlib.runs.ranks", str(ranks), json.dumps(request)]
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} --shutdown-timeout={SAVE_SECONDS}"
+    command = [sys.executable, *torchrun.split(), "-m", "matrixlib.runs.ranks", json.dumps(request)]
     environment = {name: value for name, value in os.environ.items() if name not in NOTEBOOK_VARIABLES}
+    environment.setdefault("OMP_NUM_THREADS", str(machine.cores()))  # else torchrun gives each rank one thread
     # in a session of its own, as an interrupt of the kernel goes to all of its session
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with (
@@ -59,7 +65,8 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
             signals.check()
             if launcher.returncode:
                 text = log.read_text(encoding="utf-8", errors="replace").rstrip()
-                raise RunError(text.rpartition("\n")[2] or "the ranks ended without a word")
+                first = FAILURE.search(text)  # the others miss that rank
+                raise RunError(first.group() if first else text.rpartition("\n")[2] or "the ranks ended without a word")
         except GeneratorExit:
             _tell(launcher, signal.SIGINT)
             launcher.wait()

@@ -1,4 +1,4 @@
-"""One training by several ranks: what each process of torchrun does, and torchrun itself for those of a notebook."""
+"""One training by several ranks: what each process of torchrun does."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from matrixlib.engine.signals import Terminated
-from matrixlib.hardware import machine
 from matrixlib.runs import run as runs
 from matrixlib.runs.live import LivePlot
-
-SAVE_SECONDS = 600
-"""In which a rank that was told to end saves; torchrun would kill it after 30."""
 
 
 def train(
@@ -32,21 +28,19 @@ def train(
 ) -> int:
     """Train as the rank that torchrun has made of this process; the exit code. Rank 0 prints how it goes."""
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     current: runs.Run | None = None
     try:
         current = runs.open_run(preset, device, run=run, steps=steps, overrides=overrides)
-        updates = current.train(trace, tensorboard)
+        panel = None
         if current.ranks.first:
             print(current.describe(), flush=True)
-            with LivePlot(current.steps, title=current.preset, history=current.history()) as panel:
-                for stats in updates:
+            panel = LivePlot(current.steps, title=current.preset, history=current.history())
+        with panel or nullcontext():
+            for stats in current.train(trace, tensorboard):
+                if panel is not None:
                     panel.update(stats)
-        else:
-            for _ in updates:
-                pass
     except (KeyboardInterrupt, Terminated) as told:
         number = signal.SIGTERM if isinstance(told, Terminated) else signal.SIGINT
         if current is not None:  # torchrun ends all as soon as one has ended, and rank 0 may still save
@@ -55,12 +49,12 @@ def train(
         print(f"ended by {number.name}; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + number
     except Exception as problem:
-        get_error_handler().record_exception(problem)
-        if not isinstance(problem, ValueError):
-            raise
-        notes = getattr(problem, "__notes__", [])
-        print(*[f"{type(problem).__name__}: {problem}", *notes], sep="\n", file=sys.stderr)
-        return 1
+        which, notes = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE")), getattr(problem, "__notes__", [])
+        text = f"rank {' of '.join(which)}: {type(problem).__name__}: {problem}"
+        print(text, *notes, sep="\n", file=sys.stderr, flush=True)
+        if isinstance(problem, ValueError):
+            return 1
+        raise
     if current.ranks.first:
         summary = current.summary()
         print(f"{summary['positions']:,} positions; held-out: {summary['headline']}")
@@ -70,34 +64,6 @@ def train(
     return 0
 
 
-def launch(size: int, request: str) -> int:
-    """Be torchrun for `size` ranks on this machine; the exit code. The last line says which rank failed, and why."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(machine.cores()))  # else torchrun gives each rank one thread
-    options = ["--standalone", f"--nproc-per-node={size}", f"--shutdown-timeout={SAVE_SECONDS}"]
-    try:
-        torchrun.run(torchrun.parse_args([*options, "-m", "matrixlib.runs.ranks", str(size), request]))
-    except ChildFailedError as error:
-        told = {rank: failure.message for rank, failure in error.failures.items()}
-        texts = {rank: text if isinstance(text, str) else text["message"] for rank, text in told.items()}
-        rank = min(texts, key=lambda rank: texts[rank].startswith("LostRank"))  # which misses one that failed
-        print(f"rank {rank} of {size}: {texts[rank]}", flush=True)
-        return 1
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
-
-
-def main(size: str, request: str) -> int:
-    """What the launcher and each of its ranks does; the exit code. They end with the other end of standard input."""
+if __name__ == "__main__":  # started by a notebook, with whose end of standard input it ends
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return launch(int(size), request)
-    return train(**json.loads(request))
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(train(**json.loads(sys.argv[1])))
