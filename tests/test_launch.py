@@ -41,30 +41,16 @@ def test_a_failure_ends_with_its_reason_and_exit_code_1(
     assert lines[-1] == f"failed; the notebook is kept at {reports / 'mine' / 'train.ipynb'}"
 
 
-@pytest.mark.parametrize(
-    "preset, hint",
-    [
-        (
-            "demo",
-            "eval.ipynb, ssl.ipynb and browse.ipynb (make lab),\n"
-            "      or play against it: matrixlib-uci --checkpoint {}",
-        ),
-        ("latin_demo", "eval.ipynb and browse.ipynb (make lab)"),
-    ],
-)
 def test_what_comes_next_is_of_the_task(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], preset: str, hint: str
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = {"complete": True, "seconds": 60.0, "positions": 640, "headline": "learned"}
-    monkeypatch.setattr(
-        papermill,
-        "execute_notebook",
-        lambda *given, **options: (reports / "mine" / "summary.json").write_text(json.dumps(summary)),
-    )
-    assert launch.main(["--preset", preset, "--run", "mine"]) == 0
+    path = reports / "mine" / "summary.json"
+    monkeypatch.setattr(papermill, "execute_notebook", lambda *_, **__: path.write_text(json.dumps(summary)))
+    assert launch.main(["--preset", "latin_demo", "--run", "mine"]) == 0
     assert "learned" in (reports / "mine" / "report.html").read_text()
-    last = f"next: open it in a browser; look into the network with {hint.format(reports / 'mine')}\n"
-    assert capsys.readouterr().out.endswith(last)
+    hint = "look into the network with eval.ipynb and browse.ipynb (make lab)"
+    assert capsys.readouterr().out.endswith(f"next: open it in a browser; {hint}\n")
 
 
 def command() -> subprocess.Popen[str]:

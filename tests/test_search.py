@@ -299,15 +299,6 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
     consistent(tree)
 
 
-def test_a_leaf_is_never_evaluated_twice_in_a_batch() -> None:
-    chain = Graph({n: [n + 1] for n in range(40)})
-    tree = search(chain, plain(leaves=8))
-    result = tree.run(30)[0]
-    assert (result.visits.tolist(), result.simulations) == ([30], 30)
-    assert chain.batches == [1] * 31
-    consistent(tree)
-
-
 def equal(a: SearchResult, b: SearchResult) -> bool:
     pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(SearchResult)]
     return all(np.array_equal(x, y, equal_nan=True) if isinstance(x, np.ndarray) else x == y for x, y in pairs)

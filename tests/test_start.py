@@ -7,10 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from networks import CPU, matrix0_state, random_net, save_run
+from networks import CPU, random_net, save_run
 
 import matrixlib
 from matrixlib import config as configuration
@@ -208,27 +207,6 @@ def test_training_goes_on_from_a_checkpoint_of_matrix0(checkpoint: Path, reports
     assert figures.pop("baselines") == expected.pop("baselines")
     assert figures == pytest.approx(expected, abs=1e-4)
     assert next(run.train()).step == 1
-
-
-@pytest.mark.filterwarnings("ignore:base.pt")
-@pytest.mark.parametrize("form", ["v2 base", "training", "plain"])
-def test_a_checkpoint_of_matrix0_opens_in_each_form(checkpoint: Path, tmp_path: Path, form: str, shared: Path) -> None:
-    state = dict(read_checkpoint(checkpoint))
-    given = json.loads((shared / "parity" / "small_cfg.json").read_text())["netconfig_full"]
-    data = {
-        "v2 base": {"model_state_dict": state, "global_step": 0, "config": given, "version": "2.0"},
-        "training": {"model": state, "step": 5, "config": {"model_type": "resnet", "architecture": "x"}},
-        "plain": state,
-    }[form]
-    torch.save(data, tmp_path / "base.pt")
-    net = matrixlib.load(tmp_path / "base.pt")
-    expected = np.load(shared / "parity" / "parity.npz")["value"]
-    fens = (shared / "parity" / "positions.fen").read_text().splitlines()
-    plain = type(net)(net.model, net.task, random_net().runtime)  # in fp32
-    np.testing.assert_allclose([one.value for one in plain.evaluate(fens)], expected, atol=1e-4)
-    ours = matrix0_state(net.model)
-    assert ours.keys() == state.keys()
-    assert all(torch.equal(ours[name], state[name]) for name in state)
 
 
 def test_a_base_checkpoint_is_whole_and_can_be_begun_with(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,7 @@
 """Elo with error bars from pairs of games, a sequential test, and a rating table of several players.
 
-The two games of a pair start from one opening with sides swapped, so a pair's score says little about the opening and
-its games are not independent: statistics count pairs (the pentanomial model) and not games. Scores are those of the
-first player.
+The games of a pair start from one opening with sides swapped and are not independent: statistics count pairs (the
+pentanomial model). Scores are those of the first player.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What search, self-play and matches ask of a game: rules over whole batches of states.
 
-States are one structured array (N,), a row a state, of a dtype of the game's own. Two sides move in turn, and
-every value is seen from the side to move: 1 a win, 0 a draw, -1 a loss. Moves are integers in [0, actions), the
-same as in the policy of a network. The functions here work for every game.
+States are one structured array (N,) of a dtype of the game's own. Values are seen from the side to move: 1 a win, 0 a
+draw, -1 a loss. Moves are integers in [0, actions), the same as in the policy of a network.
 """
 
 from collections.abc import Mapping, Sequence

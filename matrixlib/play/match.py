@@ -1,7 +1,4 @@
-"""Matches: paired games with sides swapped, between players that are functions of the games they are to move in.
-
-Both games of a pair start from one opening, with the players swapped. Scores are those of the first player.
-"""
+"""Matches: paired games from one opening with sides swapped, between players that are functions of their games."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Monte-Carlo tree search over a Game, hundreds of trees in lock-step.
 
-In each round every tree selects up to `leaves` leaves (with virtual loss, so that they differ), all their positions
-are made and evaluated in one batch, and the values are backed up. Inside a tree moves are selected by PUCT (Silver et
-al. 2018), at the root either so or, with `max_num_considered_actions` > 0, by sequential halving over Gumbel-perturbed
-moves (Danihelka et al. 2022, which improves the policy from 2 simulations on).
-
-Options carry the names that mctx gives them (https://github.com/google-deepmind/mctx).
+In each round every tree selects up to `leaves` leaves (with virtual loss, so that they differ); all are evaluated in
+one batch, and the values are backed up. Moves are selected by PUCT (Silver et al. 2018), at the root on request by
+sequential halving over Gumbel-perturbed moves (Danihelka et al. 2022). Options are named as in mctx.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """Games of a search against itself, many in lock-step, as material for training.
 
-A game is a pure function of the seed, its number, the options and the evaluator: not of the games beside it, nor
-of how many are played at once. So work that was killed goes on at the next number.
+A game is a pure function of the seed, its number, the options and the evaluator, whatever is played beside it.
 """
 
 from __future__ import annotations

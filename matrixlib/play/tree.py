@@ -1,12 +1,9 @@
 """Search trees as arrays: the kernels that select, expand and back up, for hundreds of trees in one pool.
 
-Whatever an edge holds is seen from the side that makes its move, so a value changes its sign once a ply, in
-`backward`. Besides its average an edge has bounds [low, high] on its exact value (score-bounded MCTS, Cazenave
-and Saffidine 2010): endings, repetitions and table values have low = high; a position's bounds are the maxima
-over its moves. An edge with low = high is proven: it counts with that value from then on, also in all averages
-above it. Lost edges are no longer tried, and a tree whose root is proven stops.
-
-The kernels and all they call stay in this file, because numba's cache does not see changes made elsewhere.
+What an edge holds is seen from the side that makes its move. Besides its average an edge has bounds [low, high] on its
+exact value (score-bounded MCTS, Cazenave and Saffidine 2010); with low = high it is proven, counts with that value in
+all averages above it, is no longer tried where it loses, and stops the tree at the root. All kernels stay in this file:
+numba's cache does not see changes made elsewhere.
 """
 
 import math

@@ -1,16 +1,8 @@
 """The cycle: self-play, training on the games, a match against the best network, promotion.
 
 Every stage is a pure function of the configuration and of what the stages before it left on the disk, and it leaves
-its result in files that appear whole or not at all. So a cycle that was killed goes on where it was: no game is lost
-or counted twice, and nothing is decided twice.
-
-    reports/<cycle>/cycle.yaml           the configuration
-    reports/<cycle>/runtime.json         device, precision and threads of all of its networks
-    reports/<cycle>/shards/              positions of all generations, with their catalogue
-    reports/<cycle>/matches/             games of each batch of a match
-    reports/<cycle>/generation_*.json    what has become of a generation: games, training, matches, decisions
-    reports/<cycle>/perfection_*.json    a network beside perfect play, in a game that is solved
-    reports/<cycle>-001/ ...             the training runs
+its result in files of `reports/<cycle>/` that appear whole or not at all: `shards`, `matches`, `generation_*.json`. So
+a cycle that was killed goes on where it was. The trainings are runs of their own, `reports/<cycle>-001` ...
 """
 
 from __future__ import annotations
@@ -95,11 +87,7 @@ def open_cycle(
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
-    """Resolved when a cycle begins, tried and stored: what plays, learns and is compared is to compute alike.
-
-    Raises ValueError where its device is not here or computes what it should not, CycleError where another one is
-    requested.
-    """
+    """Resolved when a cycle begins, tried and stored: what plays, learns and is compared is to compute alike."""
     path = folder / "runtime.json"
     if not path.exists():
         network, changes = config.network, {} if device == "auto" else {"device": device}
@@ -133,13 +121,15 @@ class Cycle:
         Those that were decided before are yielded at once. CycleError while another process works on the cycle.
         """
         with self._held():
-            self.runtime.apply()
             for number in range(1, (generations or self.config.generations) + 1):
                 generation = self._stored(number)
-                if generation.decision is None:
-                    generation = self._learn(self._play(generation))
-                    generation = self._match(generation, "match", generation.by)
-                    generation = self._decide(self._match(generation, "anchor", 0))
+                try:
+                    if generation.decision is None:
+                        generation = self._learn(self._play(generation))
+                        generation = self._match(generation, "match", generation.by)
+                        generation = self._decide(self._match(generation, "anchor", 0))
+                finally:
+                    self.runtime.apply()  # games that were played in this process had one thread
                 yield generation
 
     def _held(self) -> AbstractContextManager[None]:
@@ -165,9 +155,8 @@ class Cycle:
     def roll_back(self, generation: int, reason: str) -> None:
         """Make the network of an earlier generation the best one again; twice in a row counts once.
 
-        A generation that has begun keeps its opponent; the next training that begins starts from this network, not
-        from the newest one. CycleError where the network has not been trained, or while another process works on the
-        cycle.
+        A generation that has begun keeps its opponent; the next training that begins starts from this network.
+        CycleError where the network has not been trained, or while another process works on the cycle.
         """
         with self._held():
             numbers = [0, *(known.number for known in self.history())]
@@ -200,14 +189,11 @@ class Cycle:
         known = read_generations(self.folder).get(number)
         return known or Generation(number=number, by=self.best, begun=files.utc_now()).write(self.folder)
 
-    def _compute(self, parts: Mapping[int, Part], *stored: bytes) -> Generator[tuple[int, Any], None, None]:
+    def _compute(self, parts: Mapping[int, Part], *stored: bytes) -> closing[Generator[tuple[int, Any], None, None]]:
         """Games, as they come. Closed, it leaves nothing running beside a training."""
-        config = self.config
-        workers, gpu = config.workers if config.fleet == "local" else 0, self.runtime.device == "cuda"
-        try:
-            yield from compute(parts.items(), stored, kind=config.fleet, workers=workers, gpu=gpu)
-        finally:
-            self.runtime.apply()  # games that were played in this process had one thread
+        config, gpu = self.config, self.runtime.device == "cuda"
+        workers = config.workers if config.fleet == "local" else 0
+        return closing(compute(parts.items(), stored, kind=config.fleet, workers=workers, gpu=gpu))
 
     def _play(self, generation: Generation) -> Generation:
         config, runtime = self.config, replace(self.runtime, threads=1)
@@ -220,7 +206,7 @@ class Cycle:
         stored = games.weights_of(self.folder, config, generation.by)
         title = f"generation {generation.number}: self-play"
         with (
-            closing(self._compute(todo, stored)) as results,
+            self._compute(todo, stored) as results,
             live_bar(initial=len(starts) - len(todo), total=len(starts), desc=title, unit="chunk") as bar,
         ):
             for first, (tally, shards) in results:
@@ -294,10 +280,8 @@ class Cycle:
         return {"new": share, "top1_new": figures.get("top1")}
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
-        """The candidate against an earlier network, in batches of pairs until the plan or the test ends it.
-
-        Batches count in their order, whichever is played first, and those behind the decision do not.
-        """
+        """The candidate against an earlier network, in batches that count in their order, until the plan or the test
+        ends it."""
         options, number, game = self.config.match, generation.number, self.rules.game
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
@@ -309,7 +293,7 @@ class Cycle:
         played: dict[int, tuple[str, Pairs]] = {}
         title = f"generation {number}: {kind}"
         with (
-            closing(self._compute(parts, *stored)) as results,
+            self._compute(parts, *stored) as results,
             live_bar(initial=first, total=pairs, desc=title, unit="pair") as bar,
         ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):

@@ -167,9 +167,7 @@ class RunData:
             yield f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}"
 
     def _check_sources(self) -> None:
-        """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
-        its own held-out positions needs some.
-        """
+        """RunError unless every phase has data of its sources, held-out ones too where it is judged by them."""
         curriculum = self.spec.curriculum(self.config)
         if curriculum is None:
             return

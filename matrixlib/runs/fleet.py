@@ -1,7 +1,4 @@
-"""Independent parts of a job, computed in this process, by processes of this machine, or by a Ray cluster.
-
-A part is a picklable function of plain data: it gives the same wherever it is computed, and may be computed again.
-"""
+"""Independent parts of a job, computed in this process, by processes of this machine, or by a Ray cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +42,8 @@ def compute(
     gpu: bool = False,
     log: Path | None = None,
 ) -> Generator[tuple[K, Any], None, None]:
-    """Yield (key, result) of every part as it ends; a part is taken from `parts` only when a worker is free for it.
+    """Yield (key, result) of every part as it ends; a part is taken from `parts` only when a worker is free for it. It
+    is a picklable function of plain data that gives the same wherever it is computed, and may be computed again.
 
     shared: arguments of every part. They are pickled once, and on a cluster brought to each node once.
     workers: processes; up to 1 this process computes. On a cluster, 0 means all of its threads, or GPUs.

@@ -1,9 +1,7 @@
 """Starts the training notebook as a run from the shell: names the run, shows what it says, ends with the result.
 
-``python -m matrixlib.runs.launch --preset quick`` executes notebooks/train.ipynb through papermill into
-reports/<run>/train.ipynb; its lines of progress come every few seconds.
-Under torchrun it trains without the notebook, with every process that torchrun starts (`runs.ranks`); with ``--ranks``
-the notebook starts them (`runs.ranks` too).
+``python -m matrixlib.runs.launch --preset quick`` executes notebooks/train.ipynb into reports/<run>/train.ipynb. Under
+torchrun it trains without the notebook; with ``--ranks`` the notebook starts them (`runs.ranks` both).
 """
 
 import argparse
@@ -100,11 +98,8 @@ def _write_base(preset: str, device: str, run: str) -> int:
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:
-    """Run the notebook; returns why it failed, or an empty string.
-
-    papermill runs in this process: the kernel ends when its parent does, so a killed launcher leaves no orphan that
-    goes on writing the run. SIGTERM and Ctrl-C go on to the kernel, which saves a checkpoint and ends the notebook.
-    """
+    """Run the notebook in a kernel that ends with this process; returns why it failed, or an empty string. SIGTERM and
+    Ctrl-C go on to the kernel, which saves a checkpoint and ends the notebook."""
     import papermill
     from nbclient.exceptions import DeadKernelError
 

@@ -84,10 +84,7 @@ def run_folder(
 
 
 def locked(folder: Path) -> bool:
-    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice.
-
-    A run that may not be written, such as somebody else's, is no other one's to go on with either.
-    """
+    """Whether another process writes the run, or it may not be written; a killed notebook's kernel takes a second."""
     lock = FileLock(folder / "lock")
     try:
         with lock.acquire(timeout=ORPHAN_SECONDS):

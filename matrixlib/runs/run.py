@@ -81,10 +81,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """True when the run has reached its last update or was stopped early by its validation.
-
-        After an early stop the trainer judges anew: patience or target loss may have been changed since.
-        """
+        """True when the run has reached its last update, or was stopped early by what would still stop it."""
         summary = self.summary()
         if not summary.get("complete"):
             return False
