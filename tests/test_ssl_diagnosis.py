@@ -11,9 +11,9 @@ from cells import definitions
 from positions import hard_positions, random_positions
 
 from matrixlib.tasks.chess.evaluate import oracle
-from matrixlib.tasks.chess.evaluate.ssl import HeadOutput
 
 CELLS = definitions("ssl")
+HeadOutput: Any = CELLS["HeadOutput"]
 BOARDS = (*hard_positions(), *random_positions(1000, 5))
 ROWS = len(BOARDS)
 MISTAKES = CELLS["alternatives"](BOARDS)

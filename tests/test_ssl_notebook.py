@@ -18,7 +18,6 @@ from matrixlib.engine.task import Batch
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.evaluate import oracle
-from matrixlib.tasks.chess.evaluate.ssl import head_outputs
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.spec import ChessSpec
 from matrixlib.tasks.chess.ssl_targets import MAPS
@@ -174,5 +173,5 @@ def test_a_network_without_heads_is_named() -> None:
     net = random_net()
     held_out = runs.held_out_data(net.task.config)
     with pytest.raises(ValueError, match=r"no self-supervised heads: name some in model\.ssl"):
-        head_outputs(net, held_out, 8)
+        definitions("ssl")["head_outputs"](net, held_out, 8)
     assert definitions("ssl")["conflicts"](net, held_out, 4).empty
