@@ -110,7 +110,7 @@ def test_frozen_for_some_updates_and_back_at_full_weight() -> None:
 )
 def test_rows_within_the_time_limit_are_whole_micro_batches(seconds: float, row: float, rows: int) -> None:
     found = gate(seconds=seconds)
-    found.took(row * 64, 64)
+    found.row_seconds = row
     assert found.rows(64, 8) == rows
 
 

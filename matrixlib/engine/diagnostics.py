@@ -44,16 +44,17 @@ COLLAPSE = 1e-4  # deviation between the rows of an output, in logits, below whi
 
 def first_update(
     task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
-) -> tuple[dict[str, dict[str, float]], list[Message]]:
-    """(losses of a `Step`'s first update beside chance level, see `Stats.initial`; messages about gradients that look
-    wrong and, of a fresh network, about losses far from chance)."""
+) -> tuple[GradientReport, dict[str, dict[str, float]], list[Message]]:
+    """(gradients of a `Step`'s first update; its losses beside chance level, see `Stats.initial`; messages about
+    gradients that look wrong and, of a fresh network, about losses far from chance)."""
     initial, texts = compare_with_chance(task, step.taught(batch), stats)
-    report, model = step.gradients or GradientReport(), unwrap(step.model)
+    model = unwrap(step.model)
+    gradients = report = gradient_report(model)
     if report.missing and stats.losses.keys() != task.weights.keys():
         with unsharded(model):
             report = report._replace(missing=_cut_off(report.missing, task, model, batch, step.runtime))
     texts = [f"first update: {report}"] * any(report) + texts * fresh  # weights of another run have learned something
-    return initial, [Message(Event.FIRST_UPDATE, text, str(number)) for number, text in enumerate(texts)]
+    return gradients, initial, [Message(Event.FIRST_UPDATE, text, str(number)) for number, text in enumerate(texts)]
 
 
 def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ def inspect(
     messages = [Message(event, "; ".join(texts)) for event, texts in warnings.items() if texts]
     shares = {name: float(flags.double().mean()) for name, flags in dead.items()}
     figures = {"outputs": outputs, "gradient_norm": quantiles, "blocks": blocks, "dead_units": shares}
-    return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler is not None else {}), messages
+    return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler.is_enabled() else {}), messages
 
 
 def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:

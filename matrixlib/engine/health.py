@@ -20,11 +20,9 @@ from matrixlib.engine.stats import Action, Event, Message, State, Stats
 
 NORMAL = 1.4826
 """Standard deviation of a normal distribution by its median absolute deviation."""
-LOSS_FLOOR, NORM_FLOOR = 0.05, 0.25
-"""Least standard deviation of the band as a share of the median: a quiet stretch must not make a normal update an
-outlier. Gradient norms scatter more than losses do."""
-SETTLED_FLOOR = 0.01
-"""The same for the median loss after a short spike, which scatters less."""
+LOSS_FLOOR, NORM_FLOOR, SETTLED_FLOOR = 0.05, 0.25, 0.01
+"""Least standard deviation of the band of losses, of gradient norms and of the median loss after a short spike, as a
+share of the median: a quiet stretch must not make a normal update an outlier."""
 SETTLED_BAND = 1.25
 """Deviations by which that median must lie above the later half of the losses before the spike. A loss that drifts
 evenly by itself gets no further: its deviation is 0.37 windows of drift, the medians are 0.375 windows apart."""
@@ -43,12 +41,12 @@ class Health(State):
     """Counts of a run, and what it does about each update. All but `config` goes into the checkpoint.
 
     updates: updates judged. skipped: those with a non-finite loss or gradient. overflows: fp16 gradients beyond the
-    range at the current loss scale; the scaler halves the scale, which is normal, so they count apart and never
-    towards a rollback. overflowed: their latest update indices. nonfinite, outliers: such updates in a row up to now.
-    onset: update index where the present row of them began. losses, norms: the running bands. before, after: the
-    losses before a row that ended by itself, and since then, until it is known whether they came back to their level.
-    clips: whether the latest gradients after the warm-up were clipped. rollbacks: rollbacks so far. cut, cut_at:
-    learning-rate factor set by the last one, and the update that it went back to. last: what was wrong last.
+    range at the current loss scale, which is normal: they never count towards a rollback. overflowed: their latest
+    update indices. nonfinite, outliers: such updates in a row up to now. onset: update index where the present row of
+    them began. losses, norms: the running bands. before, after: the losses before a row that ended by itself, and since
+    then, until it is known whether they came back to their level. clips: whether the latest gradients after the warm-up
+    were clipped. cut, cut_at: learning-rate factor set by the last rollback, and the update that it went back to. last:
+    what was wrong last.
     """
 
     config: HealthConfig
@@ -98,23 +96,22 @@ class Health(State):
         return Action.OK if finite else Action.SKIP
 
     def _outlier(self, stats: Stats) -> str:
-        """Which value lies above its band, in words; "" where none does or the band is not known yet.
-
-        Gradient norms are judged after the warm-up only: during it they grow by design.
+        """Which value lies above its band, in words; "" where none does or the band is not known yet. Gradient norms of
+        the warm-up, which grow by design, are not in theirs.
         """
+        losses, norms = (stats.main_loss, self.losses, LOSS_FLOOR), (stats.grad_norm, self.norms, NORM_FLOOR)
         reasons = []
-        for name, value, band, floor in (
-            ("loss", stats.main_loss, self.losses, LOSS_FLOOR),
-            ("gradient norm", stats.grad_norm, self.norms, NORM_FLOOR),
-        ):
-            if len(band) >= self.config.window // 4 and value > (edge := self._edge(band, floor)):
-                reasons.append(f"{name} above {edge:.4g}, the band's edge (median {median(band):.4g})")
+        for name, (value, band, floor) in {"loss": losses, "gradient norm": norms}.items():
+            if len(band) >= self.config.window // 4:
+                middle = median(band)
+                edge = middle + self.config.band * max(_deviation(band), floor * abs(middle))
+                if value > edge:
+                    reasons.append(f"{name} above {edge:.4g}, the band's edge (median {middle:.4g})")
         return "; ".join(reasons)
 
     def _settled_worse(self, stats: Stats) -> bool:
-        """Whether the losses after a short spike have settled above those before it: the weights were damaged.
-
-        Known once as many losses have come in as make a band. Such a run is not lost, so it is never halted for it.
+        """Whether the losses after a short spike have settled above those before it: the weights were damaged. Known
+        once as many losses have come in as make a band; a run is never halted for it.
         """
         if not self.before:
             return False
@@ -129,17 +126,9 @@ class Health(State):
         self.before, self.after = [], []
         return worse and self.rollbacks < self.config.rollbacks
 
-    def _edge(self, band: Sequence[float], floor: float) -> float:
-        ordered = sorted(band)  # once: sorting it again, as a median does, takes a tenth of the time
-        middle = median(ordered)
-        return middle + self.config.band * max(_deviation(ordered), floor * abs(middle))
-
     @property
     def steady(self) -> bool:
-        """Whether no update since the loss was last at its level was an outlier or not finite.
-
-        Such a state is worth keeping.
-        """
+        """Whether no update since the loss was last at its level was an outlier or not finite: worth keeping."""
         return not self.outliers and not self.nonfinite and not self.before
 
     @property
@@ -148,10 +137,9 @@ class Health(State):
         return sum(self.clips) / len(self.clips) if self.clips else 0.0
 
     def target(self, checkpoints: Sequence[int]) -> int | None:
-        """Which of the checkpoints (update counts) a rollback goes to; None where none is good.
-
-        The newest from before the trouble began; the one before that, if there is one, where the last rollback went
-        to the same already and no new one was made since: it may carry the fault in it.
+        """Which of the checkpoints (update counts) a rollback goes to, None where none is good: the newest from before
+        the trouble began; the one before that where the last rollback went to the same already, as it may carry the
+        fault in it.
         """
         good = sorted(step for step in checkpoints if step <= self.onset)
         if len(good) > 1 and good[-1] == self.cut_at:
@@ -159,9 +147,8 @@ class Health(State):
         return good[-1] if good else None
 
     def rolled_back(self, step: int, saved: Health) -> Health:
-        """The state to go on with from the checkpoint of `step`, whose health is `saved`: its bands, our counts.
-
-        The learning rate is cut by the configured factor, on top of what is left of an earlier cut.
+        """The state to go on with from the checkpoint of `step`, whose health is `saved`: its bands, our counts, and a
+        cut of the learning rate on top of what is left of an earlier one.
         """
         kept = {name: getattr(self, name) for name in ("updates", "skipped", "overflows", "last")}
         bands = {name: getattr(saved, name) for name in ("losses", "norms", "clips")}
@@ -212,9 +199,8 @@ class Health(State):
         return messages
 
     def clip_warning(self, p95: float, threshold: float) -> str:
-        """A warning when too many of at least 100 gradients after the warm-up were clipped, else "".
-
-        p95: percentile of the latest gradient norms; threshold: the norm above which they are clipped.
+        """A warning when too many of at least 100 gradients after the warm-up were clipped, else "". p95: percentile of
+        the latest gradient norms; threshold: the norm above which they are clipped.
         """
         if self.clip_share <= self.config.clip_warning or len(self.clips) < 100:
             return ""

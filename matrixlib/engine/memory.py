@@ -22,10 +22,8 @@ from matrixlib.files import utc_now
 from matrixlib.hardware import backend, machine
 
 MEBI = 2**20
-HYSTERESIS = 0.05
-"""The cache is cleared again only after the share fell this far below the threshold."""
-CALM_CHECKS = 10
-"""Checks in a row after which a smaller chunk is tried larger again."""
+HYSTERESIS = 0.05  # by which the share must fall below a threshold, so that it counts again
+CALM_CHECKS = 10  # in a row, after which a smaller chunk is tried larger again
 ALLOCATORS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 """What names the CPU's allocator, and the status of cuBLAS, cuDNN and cuSOLVER, in errors that have no class."""
 
@@ -52,9 +50,8 @@ def usage(device: torch.device) -> Figures:
 
 
 def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
-    """Share of the memory in use: the device's; on the CPU that of this process alone. limit: as `memory.limit`.
-
-    With a limit, the nearer of two ends counts: what this process may take, and what the device has.
+    """Share of the memory in use: the device's; on the CPU that of this process alone. With a limit (`memory.limit`)
+    the nearer of two ends counts: what this process may take, and what the device has.
     """
     if "device_total_mib" not in figures:
         return figures["rss_mib"] / figures["total_mib"]
@@ -73,10 +70,9 @@ def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, so that the same work in smaller parts may succeed.
-
-    An asynchronous CUDA error is none: after it the process's context is dead. A caller must leave its `except` clause
-    before it tries again: the traceback keeps the failed attempt's tensors alive.
+    """Whether an allocation failed, so that the same work in smaller parts may succeed; after an asynchronous CUDA
+    error the context is dead. A caller must leave its `except` clause before it tries again: the traceback keeps the
+    failed attempt's tensors alive.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -151,9 +147,8 @@ class OomBackoff:
 class Chunk:
     """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
 
-    Halved at a check above `memory.warn`, down to an eighth of the micro-batch, where the passes begin to cost more
-    than the memory is worth; doubled after `CALM_CHECKS` checks in a row well below it. calm: such checks so far.
-    changes: of `rows`.
+    Halved at a check above `memory.warn`, down to an eighth of the micro-batch; doubled after `CALM_CHECKS` checks in a
+    row well below it. calm: such checks so far. changes: of `rows`.
     """
 
     rows: int = 0
@@ -175,13 +170,12 @@ class Chunk:
 class Monitor:
     """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`.
 
-    needed: of the last check, see there.
+    read: gives the figures of `usage`. needed: of the last check.
     """
 
     def __init__(
         self, device: torch.device, config: MemoryConfig, read: Callable[[torch.device], Figures] = usage
     ) -> None:
-        """read: gives the figures of `usage`; tests put their own here."""
         self._device, self._config, self._limit, self._read = device, config, float(config.limit), read
         self._may_clear, self._clears, self._peak, self.needed = True, 0, 0.0, 0.0
 
@@ -190,10 +184,7 @@ class Monitor:
         if not self._limit:
             return ""
         if self._device.type == "cpu":
-            return (
-                "memory.limit is not applied: it is for an accelerator; limit the CPU's memory from outside, by a "
-                "cgroup (a container's memory option) or `ulimit -v`"
-            )
+            return "memory.limit is not applied: it is for an accelerator; limit the CPU by a cgroup or `ulimit -v`"
         backend.limit_memory(self._device, self._limit)
         total = self._read(self._device)["device_total_mib"]
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
@@ -206,10 +197,8 @@ class Monitor:
         self._forget_peak()
 
     def check(self, step: int) -> list[Message]:
-        """Measure after update `step`, every few updates; what a person should know.
-
-        A clear is followed by no other while the use, as seen at the checks, stays up: then the memory is needed,
-        and the next update would only fill the cache again.
+        """Measure after update `step`, every few updates; what a person should know. A clear is followed by no other
+        while the use stays up: then the memory is needed, and the next update would only fill the cache again.
         """
         figures = self._measure()
         used, self.needed = share(figures, self._limit), needed(figures, self._limit)
@@ -238,16 +227,12 @@ class Monitor:
         return who | self._read(self._device) | backend.utilisation(self._device)
 
     def interval(self) -> Figures:
-        """`usage` with three more, for the time since the last call: `peak_mib`, `clears`; and `share` now.
-
-        peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
+        """`usage` with `share` now and, for the time since the last call, `clears` and `peak_mib`: the most in tensors
+        on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
         """
         figures = self._measure() | backend.utilisation(self._device)
-        figures |= {
-            "share": round(share(figures, self._limit), 4),
-            "peak_mib": figures.get("allocated_peak_mib", self._peak),
-            "clears": self._clears,
-        }
+        peak = figures.get("allocated_peak_mib", self._peak)
+        figures |= {"share": round(share(figures, self._limit), 4), "peak_mib": peak, "clears": self._clears}
         self._forget_peak()
         self._clears = 0
         return figures

@@ -1,8 +1,7 @@
 """Metrics of a run: metrics.jsonl, one JSON object a line.
 
-Only standard JSON is written. A number that is not finite becomes the string "nan", "inf" or "-inf", so that
-a blow-up can be told from a missing value; `read` turns these strings back into floats. A long run logs every k-th
-update (`interval`), so that its log stays small enough to be read whole.
+A number that is not finite is written as the string "nan", "inf" or "-inf", which standard JSON can hold, and read as
+a float. A long run logs every k-th update (`interval`), so that its log stays small enough to be read whole.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from matrixlib.files import plain, utc_now
 Row = dict[str, Any]
 MAX_ROWS = 8192
 """Rows of updates in which nothing happened; a longer run logs fewer of them."""
-TAIL_BYTES = 1 << 20
+TAIL_BYTES = 1 << 18
 RECENT_ROWS = 64
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _NAMED = re.compile(rb'"(nan|-?inf)"')
@@ -35,9 +34,7 @@ def interval(steps: int) -> int:
 
 def read(path: Path) -> list[Row]:
     """Rows in order of their steps; what a later row of a step says stands over an earlier one's. A torn last line is
-    left out.
-
-    Raises ValueError naming the line where any other line is not a row, FileNotFoundError without a file.
+    left out. ValueError naming the line where any other line is not a row.
     """
     rows: dict[int, Row] = {}
     for row, _ in _rows(Path(path)):
@@ -54,13 +51,7 @@ def newer(path: Path, than: tuple[str, int]) -> list[Row]:
     with Path(path).open("rb") as file:
         start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = file.read().split(b"\n")[bool(start) : -1]  # neither a cut first line nor a torn last one
-    late: list[Row] = []
-    for line in reversed(lines):
-        row = _parse(line, path, 0)
-        if (row["time"], row["step"]) <= than:
-            break
-        late.append(row)
-    return late[::-1]
+    return [row for row in (_parse(line, path, 0) for line in lines) if (row["time"], row["step"]) > than]
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -105,12 +96,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._shorten(max((end for _, end in _lines(self.path)), default=0))
 
     def write(self, row: Mapping[str, Any], always: bool = True) -> None:
-        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added. always: also
-        between the updates that are written; those left out are in the next row's `updates`, `seconds` (the mean) and
-        `times` (sums).
-
-        Values: numbers, strings, None, and mappings or lists of them; tensors and arrays of one element count
-        as numbers. Anything else raises TypeError naming its key.
+        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added. Values: as of
+        `files.plain`, TypeError naming the key of any other. always: also between the updates that are written; those
+        left out are in the next row's `updates`, `seconds` (the mean) and `times` (sums).
         """
         if not self._writes:
             return
@@ -179,15 +167,14 @@ def _rows(path: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _parse(line: bytes, path: Path, number: int) -> Row:
-    """number: of the line, from 1."""
-    advice = "delete that line to go on without it"
     try:
-        row = json.loads(line.decode())
-    except ValueError as error:
-        raise ValueError(f"{path.name} line {number} is not JSON ({error}); {advice}") from None
+        row = json.loads(line)
+    except ValueError:
+        row = None
     step = row.get("step") if isinstance(row, dict) else None
     if not isinstance(step, int) or isinstance(step, bool):
-        raise ValueError(f"{path.name} line {number} has no integer 'step'; {advice}")
+        text = f"{path.name} line {number} is no JSON object with an integer 'step'"
+        raise ValueError(f"{text}; delete that line to go on without it")
     return _floats(row) if _NAMED.search(line) else row  # a walk through every row costs more than reading it
 
 

@@ -15,17 +15,16 @@ from matrixlib.hardware import backend
 from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64
-"""Graphs that the compiler keeps of one function: a size of one network each, which all networks of a task share.
-By itself torch keeps 8 and evaluates the ninth uncompiled without an error."""
+"""Graphs that the compiler keeps of one function, one a size and network: by itself torch keeps 8 and evaluates the
+ninth uncompiled without an error."""
 
 
 class GameTask(Protocol):
     """What a task adds so that its networks evaluate positions of a game."""
 
     def inputs(self, states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays that `predict` asks for, of states (B,) and their legal moves (K,) at offsets (B + 1,).
-
-        Among them `policy_index` (B, L): those moves in their order, -1 in other places.
+        """The arrays that `predict` asks for, of states (B,) and their legal moves (K,) at offsets (B + 1,); among them
+        `policy_index` (B, L): those moves in their order, -1 in other places.
         """
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = ...) -> dict[str, torch.Tensor]:
@@ -52,18 +51,13 @@ class Network:
         self._tried: set[int] = set()  # sizes of batches that have gone through the compiled network
 
     @property
-    def training(self) -> bool:
-        """Whether a part of it has been put into training mode."""
-        return any(module.training for module in self.model.modules())
-
-    @property
     def parameters(self) -> int:
         """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
 
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` of a batch of its `inputs`, at least one row, on the host and in fp32."""
-        assert not self.training, "the network must be in eval mode"
+        assert not any(module.training for module in self.model.modules()), "the network must be in eval mode"
         count, most = len(batch["policy_index"]), self.serving.sizes[-1]
         starts = range(0, count, most)
         parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]

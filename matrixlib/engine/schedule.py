@@ -14,28 +14,21 @@ from typing import Any
 from matrixlib.config import GatingConfig, OptimConfig
 from matrixlib.engine.stats import State
 
-Rate = Callable[[int], float]
-"""Learning rate of update i (0 = first): a pure function."""
-
 
 def warmup_updates(config: OptimConfig, steps: int) -> int:
     """Updates of the warm-up: at most half of the run, so that smoke runs reach their peak."""
     return min(config.warmup_steps, steps // 2)
 
 
-def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Rate:
-    """The configured schedule of a run of `steps` updates of `batch_size` rows.
+def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Callable[[int], float]:
+    """The configured schedule of a run of `steps` updates of `batch_size` rows; skipped updates count.
 
-    Update i (from 0) of the warm-up: peak * (i + 1) / warmup, so the first is peak / warmup and never 0. Then
-    `optim.schedule` runs from peak to exactly peak * final_fraction at the last update, and stays there. Skipped
-    updates count: rate and data stay aligned.
-
-    decay_share: the last part of what follows the warm-up (of each cycle, with restarts), in which the rate decays;
-    before it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395).
-    restarts: times that the curve begins anew at the peak, in cycles of equal length (Loshchilov and Hutter 2016,
-    https://arxiv.org/abs/1608.03983); the last one ends as the curve does.
-    rate_batch: where the rate is for batches of another size it grows with the root of the size: the noise of Adam's
-    updates then stays the same (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
+    Update i (from 0) of the warm-up: peak * (i + 1) / warmup, never 0. Then `optim.schedule` runs from peak to exactly
+    peak * final_fraction at the last update, and stays there. decay_share: of what follows the warm-up (of each cycle,
+    with restarts); before it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395). restarts at
+    the peak, in cycles of equal length (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983). rate_batch: the
+    rate grows with the root of the batch size over it, so that the noise of Adam's updates stays the same (Malladi et
+    al. 2022, https://arxiv.org/abs/2205.10287).
     """
     if steps < 1:
         raise ValueError(f"a run needs at least one update, got {steps}")
@@ -88,22 +81,17 @@ class Plateau(State):
         if self.stale < self.config.plateau:
             return ""
         self.stale, self.cuts = 0, self.cuts + 1
-        return (
-            f"{self.config.plateau} full validations in a row without an improvement: the learning rate is "
-            f"{self.factor:.3g} times its schedule's from here on"
-        )
+        text = f"{self.config.plateau} full validations in a row without an improvement: the learning rate is"
+        return f"{text} {self.factor:.3g} times its schedule's from here on"
 
 
 class Dropout:
-    """Dropout rates of a network in stages, each a factor for an equal part of the run.
-
-    The rates are `p` of torch's own modules, and the float `dropout` that attention and recurrent layers hand to a
-    kernel. A compiled network is compiled again at each stage.
+    """Dropout rates of a network in stages, each a factor for an equal part of the run: `p` of torch's own modules, and
+    the float `dropout` that attention and recurrent layers hand to a kernel.
     """
 
     def __init__(self, modules: Iterable[Any], stages: Sequence[float]) -> None:
-        """modules: of the network. stages: factors; none: nothing is ever changed."""
-        self._stages, self.factor = stages, 1.0
+        self._stages, self.factor = stages or (1.0,), 1.0
         self._rates: list[tuple[Any, str, float]] = []
         for module in modules:
             name = "p" if "Dropout" in type(module).__name__ else "dropout"
@@ -115,12 +103,8 @@ class Dropout:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def enter(self, progress: float) -> bool:
-        """Set the rates of the stage in force; True where they have changed.
-
-        progress: share of the run that is done; by it alone a resumed run has the same.
-        """
-        last = len(self._stages) - 1
-        factor = self._stages[min(int(progress * len(self._stages)), last)] if self._stages else 1.0
+        """Set the rates of the stage in force, of the share of the run that is done; True where they have changed."""
+        factor = self._stages[min(int(progress * len(self._stages)), len(self._stages) - 1)]
         if factor == self.factor:
             return False
         self.factor = factor
@@ -131,10 +115,9 @@ class Dropout:
 
 @dataclass
 class Gate(State):
-    """When the self-supervised terms take part in an update, and by how much.
-
-    They rise to their weight over a warm-up, are left out altogether for a while after an unstable update (a weight of
-    0 would still decay weights and move moments), and may have a time limit, watched by a monotonic clock.
+    """When the self-supervised terms take part in an update, and by how much: they rise to their weight over a warm-up,
+    are left out for a while after an unstable update (a weight of 0 would still decay weights and move moments), and
+    may have a time limit, watched by a monotonic clock.
 
     frozen_until: update index from which the terms take part again. row_seconds: measured time of one row with these
     terms, 0 before it is known; used with a time limit only. left_out: rows that the limit left without them.
@@ -160,18 +143,13 @@ class Gate(State):
         return begins
 
     def rows(self, size: int, micro_batch: int) -> int:
-        """How many of an update's `size` rows get the terms: all, or what fits in the time limit.
-
-        Whole micro-batches and at least one. The terms' means are taken over those rows, so their weight stays.
+        """How many of an update's `size` rows get the terms: all, or the micro-batches (at least one) that fit in the
+        time limit. The terms' means are taken over those rows, so their weight stays.
         """
         if not self.config.seconds or not self.row_seconds:
             return size
         fitting = int(self.config.seconds / self.row_seconds)
         return min(size, max(micro_batch, fitting // micro_batch * micro_batch))
-
-    def took(self, seconds: float, rows: int) -> None:
-        """Take in the time of the micro-batches with the terms, `rows` rows in all."""
-        self.row_seconds = seconds / rows
 
     def leave_out(self, rows: int) -> str:
         """Take in rows that the limit left without the terms; what to say of it."""

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from matrixlib.config import Config
 from matrixlib.engine import averages, compiler, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
-from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
+from matrixlib.engine.diagnostics import first_nonfinite, gradient_report
 from matrixlib.engine.distributed import Ranks, Reducer, batch_norms, full, gather_full
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import first_line, fresh_model, may_be_memory, out_of_memory
@@ -60,8 +60,8 @@ class Step:
     """Makes one update from one batch.
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
-    pass, halved when memory runs out), gradients (the last report), active (terms that are computed at all), gated
-    (those that may be left out for a while), auxiliary_terms (those that no held-out loss has), off (those
+    pass, halved when memory runs out), active (terms that are computed at all), gated (those that may be left out for a
+    while), auxiliary_terms (those that no held-out loss has), off (those
     switched off for good), schedule (learning rate of each update), consistent (False while weights and counters are
     being changed: an error then leaves them half-changed until `load_state_dict`).
     The random streams are its own: what others draw between two updates changes nothing here.
@@ -78,10 +78,9 @@ class Step:
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         parts: Parts = Parts(),  # noqa: B008 - frozen
     ) -> None:
-        """A step of a run of `steps` updates; the model goes to the device and into training mode.
-
-        teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
-        parts: schedule and optimizer of the caller's own, in place of the configured ones.
+        """A step of a run of `steps` updates; the model goes to the device and into training mode. teacher: is asked
+        about every micro-batch. ranks: that each give rows of their own. parts: schedule and optimizer of the caller's
+        own, in place of the configured ones.
         """
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
@@ -109,9 +108,8 @@ class Step:
         self.gated = task.gated & self.active if self.active - task.gated else frozenset()
         self.auxiliary_terms = teacher.auxiliary_terms & self.active if teacher is not None else frozenset[str]()
         self.off = frozenset[str]()
-        self.scaler = runtime.grad_scaler()
+        self.scaler = runtime.grad_scaler() or torch.amp.GradScaler("cpu", enabled=False)
         self.clock = Clock(runtime.torch_device)
-        self.gradients: GradientReport | None = None
         self.update = 0
         self.consistent, self._unscaled = True, False
         self._untried = True  # until an update has gone through the model, which may fail to compile
@@ -123,12 +121,12 @@ class Step:
         self._before = [b.clone() for b in self._buffers]
         self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
 
-    def __call__(self, batch: Batch, report: bool = False) -> Stats:
+    def __call__(self, batch: Batch) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
 
-        Each term's sum is divided by its count in the whole batch, so the micro-batch size does not change
-        the gradient. report: also look at every gradient (a second host read). Raises ValueError
-        when no parameter receives a gradient. After any error while `consistent` the state is as before.
+        Each term's sum is divided by its count in the whole batch, so the micro-batch size does not change the
+        gradient. Raises ValueError when no parameter receives a gradient. After any error while `consistent` the state
+        is as before.
         """
         if self.dropout.enter(self.update / self.steps) and self.runtime.compile:
             torch.compiler.reset()  # graphs hold the rates as constants; torch keeps eight, then runs without, silently
@@ -136,7 +134,7 @@ class Step:
         optim.copy_tensors(self._before, self._buffers)
         try:
             plan, sums, messages = self._forward_backward(batch)
-            stats, norm = self._judge(batch, plan, sums, report)
+            stats, norm = self._judge(batch, plan, sums)
             messages += self._apply_or_skip(stats, norm)
             if text := self.gate.leave_out(stats.left_out or 0):
                 messages.append(Message(Event.GATED, text, "rows"))
@@ -150,9 +148,7 @@ class Step:
 
     def taught(self, batch: Batch) -> Batch:
         """The batch, or a part of it, with what the teacher says of it, if there is one."""
-        if self.teacher is None:
-            return batch
-        return self.teacher(batch, self.update / max(1, self.steps - 1))
+        return batch if self.teacher is None else self.teacher(batch, self.update / max(1, self.steps - 1))
 
     def switch_off(self) -> frozenset[str]:
         """Leave out the auxiliary_terms from now on; those that were still in force."""
@@ -177,18 +173,16 @@ class Step:
             "plateau": self.plateau.to_dict(),
             "rng": self._streams.plain(),
             "off": sorted(self.off),
+            "scaler": self.scaler.state_dict(),
         }
         if self.ema is not None:
             tensors["ema"] = self.ema.state_dict()
             state["ema_averages"] = self.ema.averages
-        if self.scaler is not None:
-            state["scaler"] = self.scaler.state_dict()
         return gather_full(tensors, self.ranks) if self.sharded else tensors, state
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
-        """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is.
-
-        ValueError for the state of another optimiser.
+        """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is. ValueError for the state of
+        another optimiser.
         """
         tensors, state = checkpoint.tensors, checkpoint.state
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
@@ -202,8 +196,7 @@ class Step:
         optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], state["optimiser_counters"])
         if self.ema is not None:
             self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state.get("scaler", {}))
         self.health = Health.from_dict(self.config.health, state["health"])
         self.gate = Gate.from_dict(self.config.gating, state["gate"])
         self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
@@ -267,12 +260,11 @@ class Step:
             text = f"{text} {self.micro_batch}, which the run keeps from now on"
             messages.append(Message(Event.OUT_OF_MEMORY, text))
 
-    def _judge(self, batch: Batch, plan: UpdatePlan, sums: dict[str, Tensor], report: bool) -> tuple[Stats, Tensor]:
+    def _judge(self, batch: Batch, plan: UpdatePlan, sums: dict[str, Tensor]) -> tuple[Stats, Tensor]:
         """Read the numbers and decide: the stats and the gradients' norm."""
-        if self.scaler is not None:
-            self._unscaled = True
-            for optimiser in self._optimisers():
-                self.scaler.unscale_(optimiser)
+        self._unscaled = self.scaler.is_enabled()
+        for optimiser in self._optimisers():
+            self.scaler.unscale_(optimiser)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if variance := optim.noise_variance(self.config.optim, self.update):
             optim.add_noise(gradients, variance, self.config.seed, self.update)
@@ -288,14 +280,12 @@ class Step:
         losses = {t: means[t] for t in sorted(counts) if t in means}
         finite = all(math.isfinite(values[term]) for term in counts)
         healthy = finite and math.isfinite(grad_norm) and moves
-        overflow = not healthy and finite and self.scaler is not None and self.scaler.get_scale() > 1
-        looked_at = gradient_report(self.model) if report or not healthy else None
-        self.gradients = looked_at if report else self.gradients
+        overflow = not healthy and finite and self.scaler.get_scale() > 1
         detail = ""
         if not healthy:
             terms = [term for term in sorted(counts) if not math.isfinite(values[term])]
             detail = f"not finite: loss of {', '.join(terms)}" if terms else ""
-            detail = "; ".join(filter(None, [detail, str(looked_at)]))
+            detail = "; ".join(filter(None, [detail, str(gradient_report(self.model))]))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
                 # Whether a weight that is cut is finite only the rank with that part of it knows, and says more.
                 detail += max(self.ranks.gather(self._first_nonfinite(batch, plan)), key=len)
@@ -322,34 +312,31 @@ class Step:
         )
         self.consistent = False
         action, health = self.health.judge(stats), self.health
-        return replace(
-            stats,
-            action=action,
-            clip_share=health.clip_share,
-            skipped=health.skipped,
-            overflows=health.overflows,
-            rollbacks=health.rollbacks,
-        ), norm
+        counts_of_run = {name: getattr(health, name) for name in ("clip_share", "skipped", "overflows", "rollbacks")}
+        return replace(stats, action=action, **counts_of_run), norm
 
     def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[Message]:
         """Move the weights, or put the buffers back; messages."""
-        messages = []
-        if stats.action is Action.OK:
-            if stats.clipped:
-                clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
-            if any(p.grad is not None for p in self._side_parameters):
-                clip_grad_norm_(self._side_parameters, self.config.optim.clip_norm)
-            self.ranks.broadcast(self._statistics)
-            with self.clock.phase("optimiser"):
-                self._move(stats.learning_rate)
-        else:
-            optim.copy_tensors(self._buffers, self._before)
+        messages, moved = list[Message](), stats.action is Action.OK
+        with self.clock.phase("optimiser"):
+            if moved:
+                if stats.clipped:
+                    clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
+                if self._side_parameters:
+                    clip_grad_norm_(self._side_parameters, self.config.optim.clip_norm)
+                self.ranks.broadcast(self._statistics)
+                for group in self.optimiser.param_groups:
+                    group["lr"] = stats.learning_rate
+                for optimiser in self._optimisers():
+                    self.scaler.step(optimiser)
+            else:
+                optim.copy_tensors(self._buffers, self._before)
             if self.ema is not None:
-                self.ema.after(self.steps, self.update, moved=False)
-            if not stats.overflow and self.gated and self.gate.freeze(self.update):
-                text = f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
-                messages.append(Message(Event.GATED, text, "frozen"))
-        self._close_scale(keep=stats.action is not Action.OK and not stats.overflow)
+                self.ema.after(self.steps, self.update, moved=moved)
+        if not moved and not stats.overflow and self.gated and self.gate.freeze(self.update):
+            text = f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
+            messages.append(Message(Event.GATED, text, "frozen"))
+        self._close_scale(keep=not moved and not stats.overflow)
         self._streams = rng.capture(self.runtime.torch_device)
         self.update += 1
         self.consistent = True
@@ -357,7 +344,7 @@ class Step:
 
     def _close_scale(self, keep: bool) -> None:
         """End the loss scale's part in an update. keep: leave it as it is, as a bad batch says nothing about it."""
-        if self.scaler is not None and self._unscaled:
+        if self._unscaled:
             self.scaler.update(self.scaler.get_scale() if keep else None)
             self._unscaled = False
 
@@ -377,7 +364,7 @@ class Step:
                 compiler.keep_gradients(self.runtime.compile, self._parameters)
             if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
                 synchronize(self.runtime.device)  # else the clock would see launches alone
-                self.gate.took(time.monotonic() - started, plan.until)
+                self.gate.row_seconds = (time.monotonic() - started) / plan.until
         return sums
 
     def _pass(self, part: Batch, plan: UpdatePlan, active: frozenset[str]) -> dict[str, Tensor]:
@@ -398,7 +385,7 @@ class Step:
         if not total.requires_grad:
             raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
         with self.clock.phase("backward"):
-            (total if self.scaler is None else self.scaler.scale(total)).backward()
+            self.scaler.scale(total).backward()
         return {name: value.detach() for name, value in (losses | metrics).items()}
 
     def _first_nonfinite(self, batch: Batch, plan: UpdatePlan) -> str:
@@ -419,17 +406,6 @@ class Step:
             self.model = compiled
             rng.restore(after, self.runtime.torch_device)
         return f"; first: {name}" if name else ""
-
-    def _move(self, rate: float) -> None:
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        for optimiser in self._optimisers():
-            if self.scaler is None:
-                optimiser.step()
-            else:
-                self.scaler.step(optimiser)
-        if self.ema is not None:
-            self.ema.after(self.steps, self.update, moved=True)
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """Those that have something to do: the side optimiser may have had no part in the losses."""

@@ -23,9 +23,9 @@ class Task(Protocol):
     """What the engine trains. One contract test (tests/test_task_contract.py) runs over every task.
 
     A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or pixels, tokens) with a
-    usable target. Losses and metrics leave the task as SUMS over items, never as means: the engine cuts an update into
-    micro-batches, adds the sums and divides once, by the item counts of the whole update. So the gradient is that of
-    the big batch, however rows with missing targets fall into the micro-batches.
+    usable target. Losses and metrics leave the task as SUMS over items: the engine cuts an update into micro-batches,
+    adds the sums and divides once, by the item counts of the whole update, so that the gradient is that of the big
+    batch.
     """
 
     @property
@@ -39,11 +39,10 @@ class Task(Protocol):
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored rows to training arrays, augmented; runs in the loader's workers.
 
-        `batch`: what the loader gathered, `records` (B,) structured and the task's ragged members.
-        Returns arrays that ALL have leading dimension B, none structured and none uint16/32/64 (torch can't
-        collate or shift those). Every random choice comes from `rng`: the same `rng` state gives the same
-        arrays. The leading size of each draw (random, integers, normal, standard_normal, uniform) is B: of several
-        ranks, each gets the numbers of its own rows.
+        `batch`: what the loader gathered, `records` (B,) structured and the task's ragged members. Returns arrays that
+        ALL have leading dimension B, none structured and none uint16/32/64 (torch can't collate or shift those). Every
+        random choice comes from `rng`. The leading size of each draw (random, integers, normal, standard_normal,
+        uniform) is B: of several ranks, each gets the numbers of its own rows.
         """
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -58,9 +57,8 @@ class Task(Protocol):
         """
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Valid items of every term in `batch`. `batch` is on the host, so this waits for no device.
-
-        All terms of `weights` are keys, 0 where no row has a target. Additive: the counts of slices add up.
+        """Valid items of every term of `weights` in `batch`, on the host; 0 where no row has a target. The counts of
+        slices add up.
         """
 
     def losses(
@@ -68,27 +66,21 @@ class Task(Protocol):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Forward pass of the terms in `active` over one micro-batch on the model's device.
 
-        Returns (losses, metrics). `losses`: term -> 0-d fp32 tensor, the SUM over that term's valid items, with a
-        gradient; exactly the terms of `active`; a differentiable zero where the micro-batch has no valid item.
-        `metrics`: "term/name" -> 0-d tensor without gradient, the SUM over the same items (a count of hits, an entropy,
-        ...), which the engine divides by counts[term]. Softmax and losses are computed in fp32 whatever the autocast
-        dtype. Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
+        Returns (losses, metrics). `losses`: each term of `active` -> 0-d fp32 tensor, the SUM over that term's valid
+        items, with a gradient; a differentiable zero where the micro-batch has no valid item. `metrics`: "term/name" ->
+        0-d tensor without gradient, the SUM over the same items. Softmax and losses are computed in fp32 whatever the
+        autocast dtype. Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
         """
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term whose bounds are known (chance, floor), both SUMS over the items that `counts` counts, of a batch on
-        the host.
-
-        `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`: the least loss
-        that any network can reach, e.g. the entropy of the (smoothed) targets. The engine compares the first with the
-        first update's losses and refuses a target loss below the second. A teacher's `auxiliary_terms` have none.
+        the host. chance: the loss of a freshly initialised network, e.g. ln(number of classes) per row. floor: the
+        least loss that any network can reach, e.g. the entropy of the (smoothed) targets. A teacher's `auxiliary_terms`
+        have none.
         """
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Raw outputs for statistics (name -> tensor of any shape); masked-out entries removed or NaN.
-
-        A masked logit of -1e9 would drown mean and deviation, so it must not be in here.
-        """
+        """Raw outputs for statistics (name -> tensor of any shape); masked-out entries (-1e9, say) removed or NaN."""
 
 
 class Ungated:
@@ -132,26 +124,21 @@ class Data(Protocol):
 
 
 class Teacher(Protocol):
-    """A frozen network that a task's losses need. It belongs to the trainer: loader workers never hold it, and it is
-    no part of the model or of a checkpoint.
-    """
+    """A frozen network that a task's losses need; no part of the model, of a checkpoint or of the loader's workers."""
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """Its `name`, the `sha256` of the file that it is from and the `runtime` that it computes in, as plain data,
-        which run.json and every checkpoint of a student hold.
-        """
+        """Its `name`, the `sha256` of its file and the `runtime` that it computes in, for run.json and checkpoints."""
 
     @property
     def auxiliary_terms(self) -> frozenset[str]:
-        """Terms that are to help a training and are no aim of it: no held-out loss has them, and where it becomes
-        clearly worse they are switched off for good.
+        """Terms that are no aim of a training: no held-out loss has them, and where it becomes clearly worse they are
+        switched off for good.
         """
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
-        """The batch with what the network says of its rows, as tensors beside the others.
-
-        progress: share of the training that is done, 0 to 1; None of held-out rows, which are always scored alike.
+        """The batch with what the network says of its rows, as tensors beside the others. progress: share of the
+        training that is done, 0 to 1; None of held-out rows.
         """
 
 

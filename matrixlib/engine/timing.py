@@ -23,20 +23,14 @@ of an update, which waits for the device."""
 ON_DEVICE = ("copy", "teacher", "forward", "backward", "optimiser")
 BETWEEN = ("validation", "checkpoint")
 """Between two updates, and not in their seconds."""
-TRACED = 3
-"""Updates in a trace."""
-RATE_UPDATES = 20
-"""Updates that the throughput is measured over."""
-STARVED_SHARE, STARVED_UPDATES = 0.2, 100
-"""The loader is late when it took this share of so many updates."""
-FIRST_UPDATES = 20
-"""In these the workers start, and nothing is held against them."""
+TRACED, RATE_UPDATES = 3, 20
+"""Updates in a trace; that the throughput is measured over."""
+STARVED_SHARE, STARVED_UPDATES, FIRST_UPDATES = 0.2, 100, 20
+"""The loader is late when it took this share of so many updates, without the first, in which its workers start."""
 
 
 class Pace:
-    """Rows per second, and a word when training waits for data, over the last updates. Waiting for data counts,
-    validation and checkpoints do not.
-    """
+    """Rows per second over the last updates, waiting for data included; and a word when training waits for data."""
 
     def __init__(self, workers: int, prefetch: int) -> None:
         self._workers, self._prefetch, self._count = workers, prefetch, 0
@@ -62,9 +56,9 @@ class Pace:
 
 
 class Clock:
-    """Adds up the seconds of phases. Those that run on a GPU are measured there, by events that are read when the
-    device has passed them: nothing is waited for, so they may come one update late. Elsewhere by the host's clock,
-    which on MPS sees the launching of work, and the work itself in `read`.
+    """Adds up the seconds of phases. Those that run on a GPU are measured by events that are read when the device has
+    passed them: nothing is waited for, so they may come one update late. Elsewhere by the host's clock, which on MPS
+    sees the launching of work, and the work itself in `read`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,9 +114,8 @@ def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Seconds of each phase in each row of metrics.jsonl, NaN where it did not happen; `other` is the rest of the
     updates' own time. Saving stands in the row after it, so that after the last update is missing.
 
-    The phases within an update are no more than its time. They are measured longer where a GPU worked while the host
-    did something else: `read` then is the host's wait for phases that are counted themselves, and what is still too
-    much, as the optimiser's work runs on into the next update, is taken from all alike.
+    Phases are measured longer than the update where a GPU worked while the host did something else: `read` then is the
+    host's wait for phases that are counted themselves, and what is still too much is taken from all alike.
     """
     import pandas as pd
 

@@ -70,8 +70,9 @@ class Trainer:
 
     Attributes: model (plain module, raw weights), optimizer, schedule (update -> rate, before what rollbacks and
     plateaus take off it), ema (averages of the model, or None), step (updates done), initial (the first losses beside
-    chance level), messages (warnings so far), peak (rows a second at the device's whole matrix rate, where known),
-    curriculum, skip (ranges of batches that are left out).
+    chance level), gradients (those of the first update that look wrong; None in a resumed process), messages (warnings
+    so far), peak (rows a second at the device's whole matrix rate, where known), curriculum, skip (ranges of batches
+    that are left out).
     """
 
     def __init__(self, context: Context) -> None:
@@ -93,6 +94,7 @@ class Trainer:
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
+        self.gradients: diagnostics.GradientReport | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = not config.train.init  # False where training begins with weights of another run
         self._limiter = RateLimiter(max(config.train.statistics_interval, self.steps // MESSAGES_OF_A_KIND))
@@ -100,11 +102,6 @@ class Trainer:
         self._extra: dict[str, float] = {}
         self._seconds, self._heartbeat_at = 0.0, -math.inf  # seconds of the last update
         self._consistent = True  # False between the moving of the weights and the end of all that hangs on it
-
-    @property
-    def gradients(self) -> diagnostics.GradientReport | None:
-        """Parameters whose gradient looked wrong at the first update; None in a resumed process."""
-        return self._step.gradients
 
     @property
     def stop_reason(self) -> str:
@@ -243,7 +240,7 @@ class Trainer:
             raise ValueError(f"the loader ended after {self.step} of {self.steps} updates")
         at_interval = (self.step + 1) % self.config.train.statistics_interval == 0
         before = diagnostics.snapshot(self.model) if at_interval else None
-        stats = self._step(batch, report=self.step == 0)
+        stats = self._step(batch)
         self._consistent = False
         self._seconds = time.perf_counter() - started
         if self.config.validation.interval == "auto":  # whose time decides when the next one is
@@ -257,7 +254,7 @@ class Trainer:
         messages += [*health.warnings(stats, self._empty), *self._check_memory()]
         self._empty = stats.empty
         if self.step == 1 and self._is_reporter:
-            self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
+            self.gradients, self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
             stats, messages = replace(stats, initial=self.initial), messages + first
         if before and stats.action is Action.OK and self._is_reporter:
             figures, warnings = inspect(self._step, batch, before, self._held_out, self._norms)
