@@ -44,10 +44,3 @@ def test_the_same_games_and_what_is_learned_of_them(golden: dict[str, Any], begu
 @pytest.mark.soak
 def test_the_same_bits_to_the_end(golden: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads(json.dumps(golden_runs.compute(tmp_path))) == golden
-
-
-def test_the_golden_runs_are_whole() -> None:
-    kept = json.loads(Path(golden_runs.GOLDEN).read_text(encoding="utf-8"))
-    for name in ("demo", "latin_demo"):
-        assert len(kept[name]["loss"]) == golden_runs.UPDATES
-    assert len(kept["cycle"]["shards"]) == 3

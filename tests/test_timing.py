@@ -83,22 +83,19 @@ def test_the_rate_is_that_of_the_last_updates() -> None:
     assert Pace(0, 2).add(5, 0.0, 0.0)[0] == 0
 
 
-def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("after", "traced_updates"), [(2, TRACED), (6, 2), (0, 0)])
+def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path, after: int, traced_updates: int) -> None:
     def updates() -> Iterator[Stats]:
         for step in range(1, 9):
             torch.ones(step, 100) @ torch.ones(100, 3)
             yield Stats(step, 1.0, 1.0)
 
     path = tmp_path / "trace.json"
-    assert [stats.step for stats in traced(updates(), 2, path)] == list(range(1, 9))
-    events = json.loads(path.read_text())["traceEvents"]
-    assert sum(event.get("name") == "aten::matmul" for event in events) == TRACED
-    assert [stats.step for stats in traced(updates(), 0, tmp_path / "none.json")] == list(range(1, 9))
-    assert not (tmp_path / "none.json").exists()
-    assert len(list(traced(updates(), 6, path))) == 8
-    events = json.loads(path.read_text())["traceEvents"]
-    assert sum(event.get("name") == "aten::matmul" for event in events) == 2, "what there was before the end"
-    stopped = traced(updates(), 2, tmp_path / "cut.json")
+    assert [stats.step for stats in traced(updates(), after, path)] == list(range(1, 9))
+    assert path.exists() == bool(after)
+    events = json.loads(path.read_text())["traceEvents"] if after else []
+    assert sum(event.get("name") == "aten::matmul" for event in events) == traced_updates
+    stopped = traced(updates(), after, path)
     for stats in stopped:
         if stats.step == 3:
             break

@@ -51,13 +51,18 @@ class Network:
         self._tried: set[int] = set()  # sizes of batches that have gone through the compiled network
 
     @property
+    def training(self) -> bool:
+        """Whether a part of it has been put into training mode."""
+        return any(module.training for module in self.model.modules())
+
+    @property
     def parameters(self) -> int:
         """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
 
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` of a batch of its `inputs`, at least one row, on the host and in fp32."""
-        assert not any(module.training for module in self.model.modules()), "the network must be in eval mode"
+        assert not self.training, "the network must be in eval mode"
         count, most = len(batch["policy_index"]), self.serving.sizes[-1]
         starts = range(0, count, most)
         parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
