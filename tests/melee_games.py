@@ -8,7 +8,18 @@ import torch
 from matrixlib.config import merge
 from matrixlib.engine.task import Batch
 from matrixlib.tasks import load_config
-from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, EVERYTHING, FIRST, GROUND, ITEM, OPEN, PLAYER, RIGHT
+from matrixlib.tasks.melee.columns import (
+    CHARACTERS,
+    CONTROLLER,
+    EVERYTHING,
+    FIRST,
+    FOLLOWER,
+    GROUND,
+    ITEM,
+    OPEN,
+    PLAYER,
+    RIGHT,
+)
 from matrixlib.tasks.melee.controller import STICK_CLASSES, Statistics
 from matrixlib.tasks.melee.features import ACTIONS, INPUTS
 from matrixlib.tasks.melee.replay import Replay
@@ -29,8 +40,9 @@ def game(frames: int = 200, seed: int = 0, stage: int = 31, **changes: Any) -> R
     controllers["buttons"] = rng.integers(0, 256, (frames, 2))
     controllers["sticks"] = rng.integers(-80, 81, (frames, 2, 4))
     controllers["shoulder"] = rng.integers(0, 141, (frames, 2))
-    item = np.zeros(frames // 60, ITEM)
-    item["type"], item["place"], item["speed"] = 54, (10, 20), (1, -1)
+    item, follower = np.zeros(frames // 60, ITEM), np.zeros(min(frames, 20), FOLLOWER)
+    item["type"], item["place"], item["speed"], item["at"] = 54, (10, 20), (1, -1), np.arange(len(item)) * 60
+    follower["at"], follower["whose"], follower["state"] = np.arange(len(follower)), 1, players[:20, 1]
     facts = {
         "stage": stage,
         "ports": (0, 3),
@@ -38,12 +50,8 @@ def game(frames: int = 200, seed: int = 0, stage: int = 31, **changes: Any) -> R
         "number": np.arange(FIRST, FIRST + frames),
         "players": players,
         "controllers": controllers,
-        "follower": players[:20, 1].copy(),
-        "follower_at": np.arange(20),
-        "whose": np.ones(20, np.int64),
+        "follower": follower,
         "item": item,
-        "item_at": np.arange(len(item)) * 60,
-        "owner": np.zeros(len(item), np.int64),
     }
     return Replay(**facts | changes)
 

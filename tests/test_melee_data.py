@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,8 @@ def test_of_a_frame_that_was_played_again_the_last_row_counts(replays: Path) -> 
 
 def test_second_characters_and_transformations(replays: Path) -> None:
     climbers = read(replays / "ics2.slp")
-    assert set(climbers.follower["character"]) == {11}, "Nana"
-    assert set(climbers.whose) == {0}
+    assert set(climbers.follower["state"]["character"]) == {11}, "Nana"
+    assert set(climbers.follower["whose"]) == {0}
     assert set(read(replays / "transform.slp").players["character"][:, 1]) == {7, 19}, "Sheik and Zelda"
 
 
@@ -343,6 +344,7 @@ def test_paths_without_replays_are_refused(tmp_path: Path, path: str, problem: s
 
 
 def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "peppi_py._peppi", None)
+    (tmp_path / "a.slp").write_bytes(b"")
     with pytest.raises(ValueError, match=r"pip install 'matrixlib\[melee\]'"):
         import_replays(tmp_path, tmp_path / "out")

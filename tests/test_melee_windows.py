@@ -236,10 +236,10 @@ def test_a_frame_as_it_is_played_is_the_frame_of_a_window() -> None:
     together = features.inputs(whole)
     held = replay.controllers[:, 0]
     for frame in (0, 19, 60, 120):
-        second = {1: replay.follower[frame]} if frame < 20 else None
+        second = {1: replay.follower["state"][frame]} if frame < 20 else None
         state = np.zeros((), columns.FRAME)
         state["self"], state["other"] = replay.players[frame]
-        items = replay.item[replay.item_at == frame]
+        items = replay.item[replay.item["at"] == frame]
         items["owner"] = 1
         one = features.live(state, held[frame + 3], columns.FIRST + frame, replay.stage, 3, second, items)
         for scene in (one, whole[:, frame : frame + 1]):

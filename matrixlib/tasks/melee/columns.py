@@ -59,9 +59,9 @@ CONTROLLER = np.dtype([("buttons", "u1"), ("sticks", "i1", (4,)), ("shoulder", "
 FRAME = np.dtype([("self", PLAYER), ("other", PLAYER), ("controller", CONTROLLER)])
 PAIR = np.dtype({"names": ["players"], "formats": [(PLAYER, 2)], "offsets": [0], "itemsize": FRAME.itemsize})
 """The same, both players at once."""
-FOLLOWER = np.dtype([("at", "<u2"), ("whose", "u1"), ("state", PLAYER)])
+FOLLOWER = np.dtype([("at", "<u4"), ("whose", "u1"), ("state", PLAYER)])
 """The second of the Ice Climbers. at: frame of the row; whose: 0 ours, 1 theirs."""
-ITEM = np.dtype([("at", "<u2"), ("owner", "i1"), ("type", "<u2"), ("place", "<f2", (2,)), ("speed", "<f2", (2,))])
+ITEM = np.dtype([("at", "<u4"), ("owner", "i1"), ("type", "<u2"), ("place", "<f2", (2,)), ("speed", "<f2", (2,))])
 """owner: 1 ours, -1 theirs, 0 nobody's."""
 SLOTS = 5
 """Items that a network is told of."""

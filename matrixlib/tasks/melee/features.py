@@ -99,17 +99,27 @@ def inputs(scene: np.ndarray) -> dict[str, np.ndarray]:
     both = _block(out, f"own {LEADER[0]}", 2, len(LEADER) + len(SECOND))
     both[..., : len(LEADER)] = leader
     there = follower["character"] != columns.UNKNOWN
-    both[..., len(LEADER) :][there] = _second(follower[there])
+    second = follower[there]
+    kind = np.searchsorted(KINDS, second["action"], side="right") - 1
+    kinds = kind[:, None] == np.arange(len(KINDS))
+    both[..., len(LEADER) :][there] = np.c_[np.ones(len(second)), _leader(second)[:, OF_SECOND], kinds]
     stage = scene["stage"][..., None] == np.array(list(STAGES))
     other = ~stage.any(-1, keepdims=True)
     _block(out, f"stage {STAGES[2]}", 1, len(STAGES) + 1)[:, :, 0] = np.concatenate([stage, other], -1)
-    _controls(_block(out, f"previous {CONTROLS[0]}", 1, len(CONTROLS))[:, :, 0], scene["previous"])
+    held = scene["previous"]
+    controls = _block(out, f"previous {CONTROLS[0]}", 1, len(CONTROLS))[:, :, 0]
+    controls[..., :8] = pressed(held["buttons"])
+    controls[..., 8:12] = held["sticks"] / np.float32(columns.STICK_STEPS)
+    controls[..., 12] = held["shoulder"] / np.float32(columns.SHOULDER_STEPS)
     x, y = np.moveaxis(leader[..., 1, 2:4] - leader[..., 0, 2:4], -1, 0)  # in twenties
     values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, scene["number"] / GAME_FRAMES)
     for name, column in zip(SPATIAL, values, strict=True):
         out[..., PLACE[name]] = column
     there = item["type"] != columns.NOTHING
-    _block(out, f"item 0 {ITEM_FIELDS[0]}", columns.SLOTS, len(ITEM_FIELDS))[there] = _items(item[there])
+    thing = item[there]
+    place, speed = _number(thing["place"]) * 0.05, _number(thing["speed"]) * 0.5
+    rest = (np.ones(len(thing)), thing["owner"] * 0.5, place, thing["type"] * 0.01, speed)
+    _block(out, f"item 0 {ITEM_FIELDS[0]}", columns.SLOTS, len(ITEM_FIELDS))[there] = np.c_[rest]
     out[..., PLACE["delay"]] = scene["delay"] / columns.DELAYS
     known = scene["known"][..., None] >> np.arange(len(KNOWN)) & 1
     _block(out, f"known {KNOWN[0]}", 1, len(KNOWN))[:, :, 0] = known
@@ -151,25 +161,6 @@ def _leader(state: np.ndarray) -> np.ndarray:
     for name, column in others.items():
         out[..., LEADER.index(name)] = column
     return out
-
-
-def _second(state: np.ndarray) -> np.ndarray:
-    """(K, len(SECOND)) of players (K,)."""
-    kind = np.searchsorted(KINDS, state["action"], side="right") - 1
-    return np.c_[np.ones(len(state)), _leader(state)[:, OF_SECOND], kind[:, None] == np.arange(len(KINDS))]
-
-
-def _controls(out: np.ndarray, controller: np.ndarray) -> None:
-    buttons = len(columns.BUTTONS)
-    out[..., :buttons] = pressed(controller["buttons"])
-    out[..., buttons : buttons + 4] = controller["sticks"] / np.float32(columns.STICK_STEPS)
-    out[..., buttons + 4] = controller["shoulder"] / np.float32(columns.SHOULDER_STEPS)
-
-
-def _items(item: np.ndarray) -> np.ndarray:
-    """(M, len(ITEM_FIELDS)) of items (M,)."""
-    place, speed = _number(item["place"]) * 0.05, _number(item["speed"]) * 0.5
-    return np.c_[np.ones(len(item)), item["owner"] * 0.5, place, item["type"] * 0.01, speed]
 
 
 def mirror(scene: np.ndarray, rows: np.ndarray) -> None:

@@ -5,7 +5,6 @@ one in HELD_OUT, and the first new one where nothing else would be and there are
 """
 
 import hashlib
-import importlib.util
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -76,8 +75,6 @@ def import_replays(
     both are counted. Options as of `data.imports.import_each`. ValueError for a path without replays, and where
     peppi-py is missing.
     """
-    if importlib.util.find_spec("peppi_py") is None:
-        raise ValueError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'")
     named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     replays = {path: _replays(path) for path in named}
     before = _thresholds(Path(folder))

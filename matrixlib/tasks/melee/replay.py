@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from matrixlib.tasks.melee import columns
-from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, FIRST, ITEM, PLAYER, UNKNOWN
+from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, FIRST, FOLLOWER, ITEM, PLAYER, UNKNOWN
 
 PANIC = "PanicException"  # what peppi's Rust raises for a file that it did not expect: no Exception, and of no module
 HITSTUN = 0x02  # of the fourth byte of state flags: `misc_as` then is the frames of hitstun that are left
@@ -30,9 +30,9 @@ class NoGame(ValueError):
 class Replay:
     """A game of two people, by frame number: n frames, none twice, in their order.
 
-    ports: from 0. number: (n,) Slippi's. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, in
-    the order of the ports. known: bits of what the version records. follower (K,), item (M,): with the place of their
-    frame among the n, follower_at (K,), item_at (M,), rising; whose, owner: 0 or 1, -1 for nobody.
+    ports: from 0. number: (n,) Slippi's. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, in the order of the
+    ports. known: bits of what the version records. follower: (K,) FOLLOWER, item: (M,) ITEM, `at` the place of their
+    frame among the n, rising; `whose`, `owner`: 0 or 1 in the order of the ports, -1 nobody.
     """
 
     stage: int
@@ -42,11 +42,7 @@ class Replay:
     players: np.ndarray
     controllers: np.ndarray
     follower: np.ndarray
-    follower_at: np.ndarray
-    whose: np.ndarray
     item: np.ndarray
-    item_at: np.ndarray
-    owner: np.ndarray
 
     @property
     def game(self) -> int:
@@ -59,7 +55,7 @@ class Replay:
 def read(path: Path | str) -> Replay:
     """The game in a file. ReplayError where it is damaged or no replay, NoGame where it is no game of two people.
 
-    Raises ImportError with what to install where peppi-py is missing.
+    ValueError with what to install where peppi-py is missing.
     """
     start, frames = parse(path)
     people = start["players"]
@@ -82,10 +78,8 @@ def read(path: Path | str) -> Replay:
         raise NoGame("a player is away for some of the frames")
     players = np.stack([_player(leader.field("post"), keep) for leader in leaders], 1)
     check(players, number[keep])
-    followers = [_follower(port, keep) for port in ports]
-    follower_at = np.concatenate([at for _, at in followers])
-    order = np.argsort(follower_at, kind="stable")
-    item, item_at, owner, items_known = _items(frames, keep, places)
+    follower = np.concatenate([_follower(port, whose, keep) for whose, port in enumerate(ports)])
+    item, items_known = _items(frames, keep, places)
     return Replay(
         stage=start["stage"],
         ports=places,
@@ -93,12 +87,8 @@ def read(path: Path | str) -> Replay:
         number=number[keep],
         players=players,
         controllers=np.stack([controllers(leader.field("pre"), keep) for leader in leaders], 1),
-        follower=np.concatenate([state for state, _ in followers])[order],
-        follower_at=follower_at[order],
-        whose=np.repeat([0, 1], [len(at) for _, at in followers])[order],
+        follower=follower[np.argsort(follower["at"], kind="stable")],
         item=item,
-        item_at=item_at,
-        owner=owner,
     )
 
 
@@ -114,7 +104,7 @@ def parse(path: Path | str) -> tuple[dict[str, Any], Any]:
     try:
         from peppi_py._peppi import read_slippi  # its public form leaves the items out
     except ImportError as error:
-        raise ImportError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'") from error
+        raise ValueError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'") from error
     try:
         game = read_slippi(os.fspath(path), False)
     except BaseException as error:
@@ -207,32 +197,32 @@ def controllers(pre: Any, keep: np.ndarray) -> np.ndarray:
     return out
 
 
-def _follower(port: Any, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(PLAYER, place among the kept rows) of a player's second character, where there is one."""
+def _follower(port: Any, whose: int, keep: np.ndarray) -> np.ndarray:
+    """FOLLOWER of a player's second character, where there is one."""
     if "follower" not in _names(port):
-        return np.zeros(0, PLAYER), np.zeros(0, np.int64)
+        return np.zeros(0, FOLLOWER)
     follower = port.field("follower")
     there = np.flatnonzero(np.asarray(follower.is_valid())[keep])
-    return _player(follower.field("post"), keep[there]), there
+    out = np.zeros(len(there), FOLLOWER)
+    out["at"], out["whose"], out["state"] = there, whose, _player(follower.field("post"), keep[there])
+    return out
 
 
-def _items(frames: Any, keep: np.ndarray, ports: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """(ITEM, place among the kept rows, owner, whether the version records items and their owners); older ones in a
-    frame come first."""
+def _items(frames: Any, keep: np.ndarray, ports: tuple[int, int]) -> tuple[np.ndarray, bool]:
+    """(ITEM, whether the version records items and their owners); older ones in a frame come first."""
     if "item" not in _names(frames):
-        return np.zeros(0, ITEM), np.zeros(0, np.int64), np.zeros(0, np.int64), False
+        return np.zeros(0, ITEM), False
     lists = frames.field("item")
     offset, values = np.asarray(lists.offsets), lists.values
     length = np.diff(offset)[keep]
     at = np.repeat(np.arange(len(keep)), length)
     pick = np.repeat(offset[keep] - (np.cumsum(length) - length), length) + np.arange(length.sum())
     order = np.lexsort((_column(values, "id")[pick], at))
-    at, pick = at[order], pick[order]
-    out = np.zeros(len(pick), ITEM)
-    out["type"] = _column(values, "type")[pick]
+    pick, out = pick[order], np.zeros(len(pick), ITEM)
+    out["at"], out["type"], out["owner"] = at[order], _column(values, "type")[pick], -1
     for name, field in (("place", "position"), ("speed", "velocity")):
         out[name] = np.stack([_half(_column(values, field, axis)[pick]) for axis in "xy"], 1)
-    if "owner" not in _names(values):
-        return out, at, np.full(len(pick), -1), False
-    owners = _column(values, "owner")[pick]
-    return out, at, np.select([owners == ports[0], owners == ports[1]], [0, 1], -1), True
+    if known := "owner" in _names(values):
+        owners = _column(values, "owner")[pick]
+        out["owner"] = np.select([owners == ports[0], owners == ports[1]], [0, 1], -1)
+    return out, known

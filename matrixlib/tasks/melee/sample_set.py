@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from matrixlib.data.shards import ShardInfo, concat, write_shard
-from matrixlib.tasks.melee.columns import CONTROLLER, ITEM, LAYOUT, PLAYER
+from matrixlib.tasks.melee.columns import CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER
 from matrixlib.tasks.melee.replay import Replay, read
 from matrixlib.tasks.melee.windows import figures, stretches
 from matrixlib.tasks.shipped import read_manifest, unpack, write_shipped
 
 SAMPLE = Path(__file__).parent / "sample"
 ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+    "number": (np.dtype("<i8"), ()),
     "players": (PLAYER, (2,)),
     "controllers": (CONTROLLER, (2,)),
-    "follower": (PLAYER, ()),
+    "follower": (FOLLOWER, ()),
     "item": (ITEM, ()),
-    **{name: (np.dtype("<i8"), ()) for name in ("number", "follower_at", "whose", "item_at", "owner")},
 }
 """Of a replay: kind and shape of each entry."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat
-from matrixlib.tasks.melee.columns import FOLLOWER, FRAME, ITEM, LAYOUT, OWN, PAIR, RECORD, ROW, SLOTS
+from matrixlib.tasks.melee.columns import FRAME, LAYOUT, OWN, PAIR, RECORD, ROW, SLOTS
 from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.controller import Statistics, choices_of
 from matrixlib.tasks.melee.features import CONTINUOUS, SYMMETRIC, blank, inputs, mirror
@@ -41,17 +41,13 @@ def stretches(replay: Replay, held_out: bool) -> Batch:
         records["own"], records["port"] = np.minimum(end - start, OWN), replay.ports[who]
         records["known"], records["held_out"] = replay.known, held_out
         at, offset = _ranges(start, stop)
-        second, second_offset, place = _within(replay.follower_at, start, stop)
-        follower = np.zeros(len(second), FOLLOWER)
-        follower["at"], follower["whose"] = place, replay.whose[second] != who
-        follower["state"] = replay.follower[second]
-        thing, thing_offset, place = _within(replay.item_at, start, stop)
-        item: np.ndarray = replay.item[thing].astype(ITEM)
-        item["at"] = place
-        item["owner"] = np.where(replay.owner[thing] < 0, 0, np.where(replay.owner[thing] == who, 1, -1))
+        follower, follower_offset = _within(replay.follower, start, stop)
+        follower["whose"] = follower["whose"] != who
+        item, item_offset = _within(replay.item, start, stop)
+        item["owner"] = np.where(item["owner"] < 0, 0, np.where(item["owner"] == who, 1, -1))
         part = {"records": records, "frame_offset": offset, "frame_state": frames[at]}
-        part |= {"follower_offset": second_offset, "follower_state": follower}
-        parts.append(part | {"item_offset": thing_offset, "item_state": item})
+        part |= {"follower_offset": follower_offset, "follower_state": follower}
+        parts.append(part | {"item_offset": item_offset, "item_state": item})
     return concat(parts, LAYOUT)
 
 
@@ -61,10 +57,12 @@ def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.arange(offset[-1]) + np.repeat(start - offset[:-1], stop - start), offset
 
 
-def _within(at: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(which of the rising `at` lie in each range, offsets, their places from its start)."""
-    pick, offset = _ranges(np.searchsorted(at, start), np.searchsorted(at, stop))
-    return pick, offset, at[pick] - np.repeat(start, np.diff(offset))
+def _within(things: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(those that lie in each range, `at` counted from its start; offsets)."""
+    pick, offset = _ranges(np.searchsorted(things["at"], start), np.searchsorted(things["at"], stop))
+    inside = things[pick]
+    inside["at"] = inside["at"] - np.repeat(start, np.diff(offset))
+    return inside, offset
 
 
 def count(batch: Batch) -> Statistics:
