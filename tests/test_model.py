@@ -251,7 +251,7 @@ def test_clamp_only_where_asked(kind: str) -> None:
 
 def test_droppath_drops_the_branch_of_single_samples_and_leaves_the_skip_path() -> None:
     torch.manual_seed(3)
-    block, x = blocks.ResidualBlock(options(), drop=0.5, scale=1.0), torch.randn(64, C, 8, 8)
+    block, x = blocks.ResidualBlock(options(), drop=0.5), torch.randn(64, C, 8, 8)
     branch, out = block.eval()(x) - x, block.train()(x)
     kept = [row for row in range(64) if not torch.equal(out[row], x[row])]
     assert 16 < len(kept) < 48
@@ -299,7 +299,7 @@ def slow_attention(block: blocks.AttentionBlock, x: torch.Tensor, mask: bool, mi
 def test_attention_equals_a_slow_reference(norm: str, mask: bool, mix: float) -> None:
     config = options(attention=ATTENTION | {"mask": mask, "unmasked_mix": mix, "norm": norm})
     torch.manual_seed(4)
-    block = blocks.AttentionBlock(config, 0.0, 1.0).eval()
+    block = blocks.AttentionBlock(config, 0.0).eval()
     randomise(block)
     with torch.no_grad():
         block.bias.mul_(20)
@@ -311,7 +311,7 @@ def test_attention_equals_a_slow_reference(norm: str, mask: bool, mix: float) ->
 def test_matrix0s_scores_are_not_rounded_to_half_precision(mix: float) -> None:
     """Scores of 30 to 40 would be off by up to an eighth in bf16, and shares by as many per cent as they differ."""
     attention = ATTENTION | {"mask": True, "unmasked_mix": mix, "norm": "post"}
-    block = blocks.AttentionBlock(options(attention=attention), 0.0, 1.0).eval()
+    block = blocks.AttentionBlock(options(attention=attention), 0.0).eval()
     query, key, value = (torch.randn(3, 2, 4, 64, C // 4, generator=torch.Generator().manual_seed(0)) * 5).bfloat16()
     expected = block._attend_clamped(query.float(), key.float(), value.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -33,12 +33,6 @@ def in_fp32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return function(*(tensor.float() for tensor in tensors))
 
 
-def scale(layer: nn.Module, factor: float) -> None:
-    """Multiply a layer's weight."""
-    with torch.no_grad():
-        layer.get_parameter("weight").mul_(factor)
-
-
 def board_mask() -> Tensor:
     """(64, 64) bool: the square itself and those one queen, knight or king move away on an empty board.
 
@@ -172,7 +166,7 @@ class ResidualBlock(nn.Module):
     after it. ValueError for an empty bottleneck.
     """
 
-    def __init__(self, config: ModelConfig, drop: float, scale: float) -> None:
+    def __init__(self, config: ModelConfig, drop: float) -> None:
         super().__init__()
         width, inner = config.channels, config.channels // config.bottleneck
         if inner == 0 and config.block == "bottleneck":
@@ -188,18 +182,6 @@ class ResidualBlock(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation) if config.se_ratio else None
         self.drop = DropPath(drop)
-        self.scale = scale
-
-    def initialise(self) -> None:
-        """Scale what ends the branch, so that the sum of all branches starts at about the size of one.
-
-        Not where an activation other than ReLU follows the sum: it shrinks the stream at every block, and
-        needs the whole branch to fill it up again.
-        """
-        if self.preact:
-            scale(self.convs[-1], self.scale)
-        elif self.activation is F.relu:
-            scale(self.norms[-1], self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         branch, last = x, self.convs[-1]
@@ -226,7 +208,7 @@ class AttentionBlock(nn.Module):
 
     mask: Tensor | None
 
-    def __init__(self, config: ModelConfig, drop: float, scale: float) -> None:
+    def __init__(self, config: ModelConfig, drop: float) -> None:
         super().__init__()
         width, options = config.channels, config.attention
         self.heads, self.post, self.mix = options.heads, options.norm == "post", options.unmasked_mix
@@ -238,12 +220,6 @@ class AttentionBlock(nn.Module):
         self.register_buffer("mask", board_mask() if masked else None, persistent=False)
         self.dropout = config.dropout
         self.drop = DropPath(drop)
-        self.scale = scale
-
-    def initialise(self) -> None:
-        """As ResidualBlock.initialise; a post-norm block has no branch to scale."""
-        if not self.post:
-            scale(self.proj, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, width = x.shape[:2]

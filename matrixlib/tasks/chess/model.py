@@ -27,7 +27,6 @@ from matrixlib.tasks.chess.blocks import (
     ResidualBlock,
     in_fp32,
     recomputed,
-    scale,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.planes import move_keys
@@ -40,8 +39,7 @@ MOVE_PLANES = 73
 MOVES = SQUARES * MOVE_PLANES
 AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
-HEAD_INIT = 0.1  # of the last layer of each head: outputs start near zero, so losses start at chance level; exact zeros
-# would cut the trunk off from the gradient
+HEAD_INIT = 0.1  # scale of the last layer of each head; exact zeros would cut the trunk off from the gradient
 PLAY_HEADS = frozenset({"policy", "value"})
 RESERVED = PLAY_HEADS | {"features", "stream"}
 Trunk = Callable[[ModelConfig], nn.Module]
@@ -143,9 +141,6 @@ class PolicyHead(nn.Module):
         names = {"conv": "planes", "attention": "pairs.key", "dense": "dense", "factored": "expand"}
         return self.get_submodule(names[self.kind])
 
-    def initialise(self) -> None:
-        scale(self.last if self.logit_norm is None else self.logit_norm, HEAD_INIT)
-
     def limit(self, x: Tensor, factor: float = 1.0) -> Tensor:
         return x.clamp(-factor * self.clamp, factor * self.clamp) if self.clamp else x
 
@@ -185,11 +180,6 @@ class ValueHead(nn.Module):
         self.fc2 = nn.Linear(options.hidden, half)
         self.fc3 = nn.Linear(half, 1 if self.scalar else 3)
 
-    def initialise(self) -> None:
-        scale(self.fc3, HEAD_INIT)
-        if self.attention is not None:
-            scale(self.attention, HEAD_INIT)  # all squares weigh about the same at first
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
         if self.attention is not None:
@@ -208,9 +198,6 @@ class SquareHead(nn.Module):
         super().__init__()
         self.input = ConvNorm(config, config.channels, width, 1)
         self.out = nn.Conv2d(width, outputs, 1, bias=False)
-
-    def initialise(self) -> None:
-        scale(self.out, HEAD_INIT)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.input(x)).float()
@@ -246,7 +233,7 @@ class PolicyValueNet(nn.Module):
             {name: SquareHead(config, AUXILIARY_WIDTH, outputs) for name, outputs in auxiliary.items()}
         )
         self.auxiliary.requires_grad_(False)
-        _initialise(self)
+        _initialise(self, depth(config))
         self.own_trunk = None if trunk is None else _checked(trunk(config), config)
         names = [head.name for head in heads]
         if bad := [name for name in names if name in RESERVED or name.startswith("ssl_") or names.count(name) > 1]:
@@ -352,12 +339,18 @@ def _tower(config: ModelConfig) -> list[nn.Module]:
     kinds: list[type[ResidualBlock] | type[AttentionBlock]] = []
     for number in range(1, config.blocks + 1):
         kinds += [ResidualBlock, AttentionBlock] if every and number % every == 0 else [ResidualBlock]
-    last, factor = max(1, len(kinds) - 1), max(1, len(kinds)) ** -0.5
-    return [kind(config, config.droppath * index / last, factor) for index, kind in enumerate(kinds)]
+    last = max(1, len(kinds) - 1)
+    return [kind(config, config.droppath * index / last) for index, kind in enumerate(kinds)]
 
 
-def _initialise(net: PolicyValueNet) -> None:
-    """He-normal convolutions and Xavier linear layers; then branches and heads as their own rules say."""
+def _initialise(net: PolicyValueNet, blocks: int) -> None:
+    """He-normal convolutions and Xavier linear layers. The last layers of heads are scaled, so that losses start at
+    chance level, and what ends one of so many branches, so that their sum starts at about the size of one.
+
+    Not where an activation other than ReLU follows the sum: it shrinks the stream at every block, and needs the whole
+    branch to fill it up again.
+    """
+    scaled: list[tuple[nn.Module | None, float]] = []
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
@@ -365,6 +358,17 @@ def _initialise(net: PolicyValueNet) -> None:
             nn.init.xavier_uniform_(module.weight)
         if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    for module in net.modules():
-        if isinstance(module, ResidualBlock | AttentionBlock | PolicyHead | ValueHead | SquareHead):
-            module.initialise()
+        if isinstance(module, PolicyHead):
+            scaled.append((module.logit_norm or module.last, HEAD_INIT))
+        elif isinstance(module, ValueHead):
+            scaled += [(module.fc3, HEAD_INIT), (module.attention, HEAD_INIT)]  # all squares weigh about the same
+        elif isinstance(module, SquareHead):
+            scaled.append((module.out, HEAD_INIT))
+        elif isinstance(module, AttentionBlock) and not module.post:
+            scaled.append((module.proj, blocks**-0.5))
+        elif isinstance(module, ResidualBlock) and (module.preact or module.activation is F.relu):
+            scaled.append(((module.convs if module.preact else module.norms)[-1], blocks**-0.5))
+    with torch.no_grad():
+        for layer, factor in scaled:
+            if layer is not None:
+                layer.get_parameter("weight").mul_(factor)

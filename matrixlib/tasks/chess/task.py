@@ -71,8 +71,10 @@ class ChessTask:
         """Every part of the loss by name."""
         options, teacher = self.config.loss, self.config.teacher
         terms = {
-            "policy": Term(options.policy, self._policy_loss, self._policy_count, self._policy_floor),
-            "value": Term(options.value, self._value_loss, self._value_count, self._value_floor),
+            "policy": Term(options.policy, self._policy_loss, _taught, self._policy_floor),
+            "value": Term(
+                options.value, self._value_loss, lambda batch: int(self.value_target(batch)[1].sum()), self._value_floor
+            ),
         }
         for name in self.config.model.ssl:
             loss, items = partial(self._ssl_loss, name), _hidden if name == "piece" else _squares
@@ -221,9 +223,6 @@ class ChessTask:
         index, weight = self.network_index(batch), batch["policy_weight"]
         return losses.policy_loss(out["policy"], index, weight, plain_rows(batch), self.config.loss)
 
-    def _policy_count(self, batch: Batch) -> int:
-        return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], plain_rows(batch)).sum())
-
     def _policy_floor(self, batch: Batch) -> float:
         index, weight = batch["policy_index"], batch["policy_weight"]
         return losses.policy_floor(index, weight, plain_rows(batch), self.config.loss)
@@ -237,9 +236,6 @@ class ChessTask:
         if self.config.model.value.kind == "scalar":
             return losses.scalar_loss(out["value"], *self.value_target(batch), self.config.loss)
         return losses.wdl_loss(out["value"], *self.value_target(batch))
-
-    def _value_count(self, batch: Batch) -> int:
-        return int(self.value_target(batch)[1].sum())
 
     def _value_floor(self, batch: Batch) -> float:
         target, rows = self.value_target(batch)
@@ -399,6 +395,11 @@ def _squares(batch: Batch) -> int:
 
 def _hidden(batch: Batch) -> int:
     return int(np.bitwise_count(batch["hidden"].numpy()).sum()) if "hidden" in batch else 0
+
+
+def _taught(batch: Batch) -> int:
+    """Rows with a policy target whose whole board is shown."""
+    return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], plain_rows(batch)).sum())
 
 
 def _moving(batch: Batch) -> int:

@@ -64,13 +64,13 @@ def plane_table() -> NDArray[np.int64]:
     """
     table = np.zeros(POLICY, np.int64)
     for promotion, s, t in zip(*(axis.tolist() for axis in np.nonzero(MOVES >= 0)), strict=True):
-        file, rank = t % 8 - s % 8, t // 8 - s // 8
+        move = (t % 8 - s % 8, t // 8 - s // 8)
+        steps = max(map(abs, move))
         if promotion > 1:
-            plane = 64 + 3 * (file + 1) + {3: 0, 2: 1, QUEEN: 2}[promotion]
-        elif (file, rank) in JUMPS:
-            plane = 56 + JUMPS.index((file, rank))
+            plane = 64 + 3 * (move[0] + 1) + {3: 0, 2: 1, QUEEN: 2}[promotion]
+        elif move in JUMPS:
+            plane = 56 + JUMPS.index(move)
         else:
-            steps = max(abs(file), abs(rank))
-            plane = 7 * RAYS.index((file // steps, rank // steps)) + steps - 1
+            plane = 7 * RAYS.index((move[0] // steps, move[1] // steps)) + steps - 1
         table[MOVES[promotion, s, t]] = plane * 64 + s
     return table

@@ -145,21 +145,20 @@ def _format(message: Message) -> tuple[int, int]:
 def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
     """A convolution, with its batch norm folded into it."""
     weights, *parts = (_layer(name, block, number) for number in range(1, 7))
-    area = inputs * kernel * kernel
-    outputs, rest = divmod(len(weights), area)
+    outputs, rest = divmod(len(weights), inputs * kernel * kernel)
     if rest or not outputs:
         raise ValueError(f"{name} has {len(weights):,} weights, no multiple of {inputs} x {kernel} x {kernel}")
-    defaults = (0.0, 0.0, 1 - EPS, 1.0, 0.0)
-    if bad := [len(part) for part in parts if len(part) not in (0, outputs)]:
-        raise ValueError(f"{name} has {bad[0]:,} numbers of a kind for {outputs:,} outputs")
+    if any(len(part) not in (0, outputs) for part in parts):
+        raise ValueError(f"{name} has biases or a batch norm of other sizes than its {outputs:,} outputs")
     # Lc0 calls the variances `bn_stddivs`.
     bias, mean, variance, gamma, beta = (
-        part if len(part) else np.full(outputs, default) for part, default in zip(parts, defaults, strict=True)
+        part if len(part) else np.full(outputs, default)
+        for part, default in zip(parts, (0.0, 0.0, 1 - EPS, 1.0, 0.0), strict=True)
     )
     if not (variance > -EPS).all():
         raise ValueError(f"{name} has a negative variance")
     scale = gamma / np.sqrt(variance + EPS)
-    folded = weights.reshape(outputs, area) * scale[:, None]
+    folded = weights.reshape(outputs, -1) * scale[:, None]
     return {
         f"{name}.weight": folded.reshape(outputs, inputs, kernel, kernel).astype(np.float32),
         f"{name}.bias": (beta - scale * (mean - bias)).astype(np.float32),
