@@ -245,12 +245,11 @@ class PolicyValueNet(nn.Module):
     ) -> dict[str, Any]:
         """Outputs for `planes` (B, 19, 8, 8).
 
-        heads: of "policy", "value", "ssl_<name>", heads of one's own, "features" and "stream"; None means policy and
-        value. moves: policy indices (B, L) whose logits suffice: "policy" is (B, L) where that is less work. Returns of
-        {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B, c, 8, 8) logits},
-        own head: (B, ...), "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of `trunk`} what `heads` names,
-        all fp32 but the last two.
-        Raises ValueError for a head that the network does not have.
+        heads: of "policy", "value", "ssl_<name>", heads of one's own, "features" and "stream"; policy and value unless
+        given; ValueError for another. moves: policy indices (B, L) whose logits suffice: "policy" is (B, L) where that
+        is less work. Returns of {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name:
+        (B, c, 8, 8) logits}, own head: (B, ...), "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of
+        `trunk`} what `heads` names, all fp32 but the last two.
         """
         names = PLAY_HEADS if heads is None else heads
         known = {*RESERVED, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}

@@ -104,16 +104,15 @@ class ChessTask:
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored rows to packed training arrays, all with leading dimension B.
 
-        `pieces` u8 (B, 32); `state` i16 (B, 6): castling, en-passant file (-1 none), half-move clock,
-        repetition, side, ply; `policy_index` i16 (B, L) on the oriented board, -1 in pads; `policy_weight`
-        f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32 (B, 3) likewise; `result` i8 (B,), 2
-        unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as `ssl.MAPS`; with the piece head
-        `hidden` u8 (B, 8), where its loss has a weight. Of a cached teacher `teacher_policy` f32 (B, L) and
-        `teacher_wdl` f32 (B, 3), see `distill.teacher`.
+        `pieces` u8 (B, 32); `state` i16 (B, 6), columns STATE (en-passant file -1: none); `policy_index` i16 (B, L) on
+        the oriented board, -1 in pads; `policy_weight` f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32
+        (B, 3) likewise; `result` i8 (B,), 2 unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as
+        `ssl.MAPS`; with the piece head `hidden` u8 (B, 8), where its loss has a weight. Of a cached teacher
+        `teacher_policy` f32 (B, L) and `teacher_wdl` f32 (B, 3). Of each of `heads` its targets, by its name.
 
-        Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right,
-        before anything else is made of them. Every random number is drawn whether it is used or not. Rows with
-        hidden squares idle while the gate leaves the piece head out. Of each of `heads` its targets, by its name.
+        Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right before anything
+        else. Every random number is drawn whether it is used or not. Rows with hidden squares idle while the gate
+        leaves the piece head out.
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
@@ -125,9 +124,7 @@ class ChessTask:
         return self._packed(batch, hidden)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value, none a loss of the
-        piece head, which the ssl notebook measures.
-        """
+        """As `prepare`, with nothing mirrored and nothing hidden: no row gives a loss of the piece head."""
         return self._packed(soft.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(

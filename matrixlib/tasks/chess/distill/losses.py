@@ -2,8 +2,7 @@
 
 Losses are sums over rows in fp32, as those of `chess.losses`. Shapes: B rows, L places for legal moves (padded), C and
 D channels of the two networks, S squares of a row: 64, or 1 that is the mean over the board. The teacher's policy is
-log-probabilities over a row's legal moves, anything in pads. These take part as finite numbers times zero: an infinity
-would make every sum NaN, whatever it is multiplied by.
+log-probabilities over a row's legal moves, anything in pads.
 """
 
 import math
