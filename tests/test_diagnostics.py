@@ -84,9 +84,7 @@ def test_norms_and_ratio_of_one_update() -> None:
     model = ToyTask().build_model()
     model.plane.requires_grad_(False)
     before = snapshot(model)
-    assert set(before) == {name for name, p in model.named_parameters() if p.requires_grad}
-    x = torch.randn(8, 6)
-    model(x)["class"].logsumexp(1).sum().backward()
+    model(torch.randn(8, 6))["class"].logsumexp(1).sum().backward()
     model.norm.bias.grad = None
     with torch.no_grad():
         for name in ("weight", "bias"):
@@ -94,15 +92,12 @@ def test_norms_and_ratio_of_one_update() -> None:
         model.classes.weight.fill_(0.5)
     found = block_statistics(model, before)
     assert set(found) == {"inner", "norm", "classes"}
-    flat = torch.cat([before["inner.weight"].flatten(), before["inner.bias"]])
-    gradient = torch.cat([model.inner.weight.grad.flatten(), model.inner.bias.grad])
-    assert found["inner"]["ratio"] == pytest.approx(0.03, rel=1e-4)
-    assert found["inner"]["update"] == pytest.approx(0.03 * flat.norm().item(), rel=1e-4)
-    assert found["inner"]["weight"] == pytest.approx(1.03 * flat.norm().item(), rel=1e-4)
-    assert found["inner"]["gradient"] == pytest.approx(gradient.norm().item(), rel=1e-5)
+    size = torch.cat([before["inner.weight"].flatten(), before["inner.bias"]]).norm().item()
+    gradient = torch.cat([model.inner.weight.grad.flatten(), model.inner.bias.grad]).norm().item()
+    expected = {"weight": 1.03 * size, "gradient": gradient, "update": 0.03 * size, "ratio": 0.03}
+    assert found["inner"] == pytest.approx(expected, rel=1e-4)
     assert found["norm"]["gradient"] == pytest.approx(model.norm.weight.grad.norm().item())
     assert "ratio" not in found["classes"]  # it starts at zero
-    assert found["classes"]["update"] == pytest.approx(0.5 * math.sqrt(36))
     model.zero_grad()
     assert all("gradient" not in row for row in block_statistics(model, before).values())
     assert len(block_statistics(torch.compile(model), snapshot(torch.compile(model)))) == 3

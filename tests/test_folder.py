@@ -183,15 +183,3 @@ def test_what_is_no_run_is_named(reports: Path, name: str) -> None:
     if name:
         with pytest.raises(runs.RunError, match="no complete run"):
             runs.finished_run(name)
-
-
-def test_links_that_lead_nowhere_and_folders_in_the_place_of_files_are_named(reports: Path) -> None:
-    (reports / "loop").symlink_to("loop")
-    (reports / "broken").symlink_to("nowhere")
-    (reports / "locked" / "lock").mkdir(parents=True)
-    for name in ("loop", "broken", "locked"):
-        with pytest.raises(files.FolderError, match=rf"reports cannot be written: .*{name}"):
-            runs.open_run(run=name)
-    (reports / "record" / "run.json").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"run\.json is no file: move it away"):
-        runs.open_run(run="record")

@@ -156,27 +156,6 @@ def test_ema_averages_batchnorm_statistics_and_copies_integers() -> None:
     assert ema.state_dict()["norm.num_batches_tracked"].item() == 2
 
 
-def test_applied_swaps_and_restores_exactly_even_after_an_error() -> None:
-    model = ToyNet(norm="batch")
-    ema = EMA(model, 0.9)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    raw = {name: value.clone() for name, value in model.state_dict().items()}
-    seen = {}
-
-    def inside() -> None:
-        with ema.applied(model):
-            seen.update({name: value.clone() for name, value in model.state_dict().items()})
-            raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        inside()
-    assert all(torch.equal(value, ema.state_dict()[name]) for name, value in seen.items())
-    assert not torch.equal(seen["inner.weight"], raw["inner.weight"])
-    assert all(torch.equal(value, raw[name]) for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize("name", ["inner.weight", "extra", "plane.bias"])
 def test_loading_other_tensors_is_refused_and_changes_nothing(name: str) -> None:
     """One that is missing, unknown or of another shape."""
@@ -187,35 +166,6 @@ def test_loading_other_tensors_is_refused_and_changes_nothing(name: str) -> None
     with pytest.raises(ValueError, match=name):
         optim.load_tensors(model, tensors)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_optimiser_state_by_name_continues_bit_for_bit(layout: torch.memory_format) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).to(memory_format=layout)
-
-    def go(model: nn.Module, adamw: torch.optim.Optimizer, start: int, stop: int) -> None:
-        for index in range(start, stop):
-            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(index))
-            adamw.zero_grad()
-            model(x).square().sum().backward()
-            adamw.step()
-
-    whole = build()
-    go(whole, optim.optimiser(whole, settings(), CPU), 0, 6)
-    first = build()
-    adamw = optim.optimiser(first, settings(), CPU)
-    go(first, adamw, 0, 3)
-    tensors = {k: v.clone().contiguous() for k, v in optim.named_tensors(first).items()}
-    states = {k: v.clone().contiguous() for k, v in optim.optimiser_tensors(adamw, first).items()}
-    second = build()
-    optim.load_tensors(second, tensors)
-    again = optim.optimiser(second, settings(), CPU)
-    optim.load_optimiser(again, second, states, optim.optimiser_counters(adamw))
-    assert states.keys() == optim.optimiser_tensors(again, second).keys()
-    go(second, again, 3, 6)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 
 def test_optimiser_state_of_another_model_is_refused() -> None:

