@@ -196,18 +196,6 @@ def test_smoothing_has_a_floor_and_a_target_below_it_is_refused() -> None:
     refuse_below_floor(0.09, bare, [found], frozenset({"cell", "constraint"}))
 
 
-def test_a_fresh_network_starts_at_chance() -> None:
-    task = latin_task()
-    found = batch(task, records(each=100))
-    with torch.no_grad():
-        sums, metrics = task.losses(task.build_model(), found, frozenset({"cell", "constraint"}))
-    chance = task.bounds(found)
-    assert sums["cell"].item() == pytest.approx(chance["cell"][0], rel=0.03)
-    assert sums["constraint"].item() == pytest.approx(chance["constraint"][0], rel=0.2)
-    entropy = metrics["cell/entropy"].item()
-    assert entropy == pytest.approx(chance["cell"][0], rel=0.03)
-
-
 # Network
 
 

@@ -48,17 +48,6 @@ def own_frames(batch: Batch) -> np.ndarray:
 # Rows
 
 
-def test_every_frame_is_the_own_frame_of_one_row_of_each_player() -> None:
-    replay = game(431)
-    batch = stretches(replay, False)
-    own = batch["frame_state"][own_frames(batch)]
-    both = np.concatenate([replay.players[:, who] for who in (0, 1)])
-    assert (own["self"] == both).all()
-    assert (own["controller"] == np.concatenate([replay.controllers[:, who] for who in (0, 1)])).all()
-    assert batch["records"]["port"].tolist() == [0] * 8 + [3] * 8
-    assert np.diff(batch["frame_offset"]).max() == columns.ROW
-
-
 def test_no_row_crosses_a_game_or_a_gap_in_it() -> None:
     replay = game(300)
     number = replay.number.copy()

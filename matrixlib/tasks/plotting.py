@@ -23,21 +23,14 @@ def plain_number(x: float, _: Any = None) -> str:
 
 
 def panels(
-    count: int = 1,
-    size: tuple[float, float] = (7.0, 3.5),
-    across: int = 4,
-    layout: Literal["constrained", "compressed"] = "constrained",
-    **options: Any,
+    count: int = 1, size: tuple[float, float] = (7.0, 3.5), across: int = 4, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels, row by row and `across` beside each other, at least one.
-
-    size: width and height of one in inches. layout: "compressed" for panels with a shape of their own, as boards.
-    options: of `Figure.subplots`.
-    """
+    """A figure and its panels, at least one, row by row and `across` beside each other; size: of one, in inches.
+    options: of `Figure.subplots`."""
     count = max(count, 1)
     columns = min(count, across)
     rows = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout=layout)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for axes in grid[count:]:
         axes.remove()

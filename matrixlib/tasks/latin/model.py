@@ -14,7 +14,7 @@ from matrixlib.engine import onnx
 from matrixlib.tasks.latin.config import LatinModelConfig
 from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, SIDE, TOKENS, token_table
 
-RELATIONS = 4  # between two cells: the same, same row, same column, neither
+RELATIONS = 4  # between two cells: 0 the same, 1 same row, 2 same column, 3 neither
 DEVIATION = 0.02  # of the initial weights
 
 
@@ -88,7 +88,9 @@ class LatinNet(nn.Module):
         whole = (self.size(size) + self.mode(mode))[:, None, None]
         first = self.token(tokens) + self.row(places)[:, None] + self.column(places) + whole
         first = first.flatten(1, 2)
-        relations, mask = cell_relations(side, tokens.device), self._mask(tokens.flatten(1))
+        row, column = places.repeat_interleave(side), places.repeat(side)
+        relations = 3 - 2 * (row == row[:, None]).long() - (column == column[:, None]).long()
+        mask = self._mask(tokens.flatten(1))
         blocks, x = [cast(Block, block) for block in self.blocks], first
         kept = [block.relate(relations, mask) for block in blocks] if self.config.repeats > 1 else []
         for repeat in range(self.config.repeats):
@@ -105,14 +107,6 @@ class LatinNet(nn.Module):
         if self.config.causal:
             hidden = hidden | torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, float("-inf"))
-
-
-def cell_relations(side: int, device: torch.device) -> Tensor:
-    """(L, L) int64: 0 for a cell itself, 1 in its row, 2 in its column, 3 elsewhere."""
-    places = torch.arange(side * side, device=device)
-    row, column = places // side, places % side
-    same_row, same_column = row == row[:, None], column == column[:, None]
-    return 3 - 2 * same_row.long() - same_column.long()
 
 
 # ONNX
