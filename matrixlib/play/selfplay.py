@@ -33,7 +33,7 @@ def play_games(
     free = list(range(options.parallel))
     while True:
         while free and (number := next(waiting, None)) is not None:
-            rng = _stream(seed, number, 0, 1)
+            rng = np.random.default_rng([seed, number, 0, 1])
             state, history = _opening(game, rng, options)
             search.reset(free[0], state, history, stream=number)
             running[free.pop(0)] = _GameInProgress(number, bool(rng.random() >= options.play_out))
@@ -49,10 +49,6 @@ def play_games(
                 yield trace
                 del running[slot]
                 free.append(slot)
-
-
-def _stream(seed: int, number: int, ply: int, purpose: int) -> np.random.Generator:
-    return np.random.default_rng([seed, number, ply, purpose])
 
 
 def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> tuple[States, NDArray[np.uint64]]:
@@ -71,7 +67,7 @@ def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> 
 
 def _move(search: Search, slots: list[int], games: list[_GameInProgress], options: SelfPlayOptions) -> None:
     """Search and play one move in each game; slots: their trees."""
-    rngs = [_stream(search.seed, game.number, len(game.moves), 2) for game in games]
+    rngs = [np.random.default_rng([search.seed, game.number, len(game.moves), 2]) for game in games]
     full = [bool(rng.random() < options.full_share) for rng in rngs]
     budget = [options.num_simulations if f else options.num_quick_simulations for f in full]
     before = search.states[slots]

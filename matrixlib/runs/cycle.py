@@ -162,10 +162,8 @@ class Cycle:
             numbers = [0, *(known.number for known in self.history())]
             if generation not in numbers:
                 raise CycleError(f"generation {generation} has not been trained; there are 0 to {numbers[-1]}")
-            reason = f"rolled back: {reason}"
-            now = Decision(kind="rollback", after=numbers[-1], best=generation, reason=reason, time=files.utc_now())
-            before = self.decisions()[-1:]
-            if [decision.model_copy(update={"time": now.time}) for decision in before] != [now]:
+            now = Decision(kind="rollback", after=numbers[-1], best=generation, reason=f"rolled back: {reason}")
+            if self.decisions()[-1:] != [now]:
                 newest = self._stored(numbers[-1])
                 newest.write(self.folder, rollbacks=(*newest.rollbacks, now))
 
@@ -319,6 +317,5 @@ class Cycle:
             after=number,
             best=number if accepted else self.best,
             reason=f"{outcome}{early}: {rating(pairs)}",
-            time=files.utc_now(),
         )
         return generation.write(self.folder, decision=decision)

@@ -98,7 +98,6 @@ class Decision(Section):
     after: int
     best: int
     reason: str
-    time: str
 
 
 class Generation(Section):

@@ -396,7 +396,12 @@ def _open(
     runtime.apply()
     task = spec.with_parts(spec.task(config), parts)
     start = starts.start_of(folder, config, task, record)  # a name that is none is told before anything is tried
-    teacher = starts.teacher_of(folder, spec, config, runtime, record)
+    before = record.get("teacher", {})
+    teacher = spec.teacher(config, runtime, before)
+    if teacher is not None:
+        name, sha256 = teacher.record["name"], teacher.record["sha256"]
+        starts.refuse_other_weights(f"teacher '{name}'", sha256, before, folder.name)
+        messages.append(f"learns from {name} (SHA-256 {sha256[:12]})")
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size), parts)
     if not record:
         data = autotune.settle(data, requested)
@@ -412,9 +417,6 @@ def _open(
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if start is not None:
         messages += start.messages
-    if data.teacher is not None:
-        about = data.teacher.record
-        messages.append(f"learns from {about['name']} (SHA-256 {about['sha256'][:12]})")
     if not record:
         write_record(folder, preset, requested, data, kind, start.record if start is not None else {})
     if size > 1:

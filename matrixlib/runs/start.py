@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,11 @@ from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, interval
-from matrixlib.engine.task import Task, Teacher
+from matrixlib.engine.task import Task
 from matrixlib.engine.trainer import Context, Trainer
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import get_task, open_file, parse_config
 from matrixlib.tasks.spec import find_run, other_weights, pick_checkpoint, weights
-
-if TYPE_CHECKING:
-    from matrixlib.hardware.runtime import Runtime
-    from matrixlib.tasks.spec import TaskSpec
 
 LISTED = 8  # names in a message
 
@@ -50,23 +46,12 @@ def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]
     if not config.train.init or Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps():
         return None
     start = read_start(config, task)
-    _refuse_other(f"'{config.train.init}'", start.record["sha256"], record.get("init", {}), folder.name)
+    refuse_other_weights(f"'{config.train.init}'", start.record["sha256"], record.get("init", {}), folder.name)
     return start
 
 
-def teacher_of(
-    folder: Path, spec: TaskSpec[Any], config: Config, runtime: Runtime, record: Mapping[str, Any]
-) -> Teacher | None:
-    """The frozen network that a run's losses need. ValueError where it cannot be had, or is another one than when the
-    run began."""
-    before = record.get("teacher", {})
-    teacher = spec.teacher(config, runtime, before)
-    if teacher is not None:
-        _refuse_other(f"teacher '{teacher.record['name']}'", teacher.record["sha256"], before, folder.name)
-    return teacher
-
-
-def _refuse_other(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
+def refuse_other_weights(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
+    """RunError where weights have another SHA-256 than `record` says that the run began with."""
     if problem := other_weights(what, sha256, record, f"run '{run}' began"):
         raise RunError(f"{problem}; give it another run name")
 
