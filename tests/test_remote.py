@@ -196,18 +196,6 @@ def test_the_cache_keeps_its_bound_and_batches_are_the_same(local: Path, url: st
         batches(loader(shards_of(url, 1000 / GIB)), 1)
 
 
-def test_two_that_want_the_same_shard_bring_it_once(url: str, line: Line) -> None:
-    shards = shards_of(url)
-    line.requests.clear()
-    line.stall.clear()
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(local_path, shards[0]) for _ in range(2)]
-        time.sleep(0.1)
-        line.stall.set()
-        assert both[0].result() == both[1].result()
-    assert len(objects(line, ".npz")) == 1
-
-
 def test_a_rotten_shard_of_the_cache_is_brought_again(local: Path, url: str, tmp_path: Path) -> None:
     shards = shards_of(url)
     expected = batches(loader(shards))
@@ -253,28 +241,6 @@ def test_a_kill_while_a_shard_comes_leaves_nothing_that_is_believed(url: str, li
     assert local_path(row).read_bytes()
     left = [path for path in (tmp_path / "cache" / "remote" / "shards").iterdir() if path.suffix != ".npz"]
     assert left == []
-
-
-ENDING = """
-import threading, time
-from pathlib import Path
-from types import SimpleNamespace
-from matrixlib.data import remote
-began = threading.Event()
-def fetch(row):
-    began.set()
-    time.sleep(600)
-source = SimpleNamespace(path=lambda row: Path("none"), fetch=fetch)
-stream = remote.fetch_ahead((i for i in range(9)), source, [0, 1], iter([{0, 1}]), 1)
-next(stream)
-began.wait()
-raise KeyboardInterrupt
-"""
-
-
-def test_a_process_does_not_live_on_for_shards_that_are_under_way() -> None:
-    process = subprocess.run([sys.executable, "-c", ENDING], timeout=60, stderr=subprocess.PIPE, check=False)
-    assert process.stderr.endswith(b"KeyboardInterrupt\n")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
