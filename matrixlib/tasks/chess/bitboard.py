@@ -1,13 +1,7 @@
 """Numba-compiled bitboard core: legal moves, make-move, attacks and SSL target maps for whole batches.
 
-Everything is seen from the side to move ("us", the ORIENTED frame): we always move up the board; for Black
-the ranks are mirrored and the colours swapped, the files kept. Squares: a1 = 0, b1 = 1 ... h8 = 63. Position:
-
-* pieces: uint8 (32,), square s in nibble s & 1 (low nibble first) of byte s >> 1; 0-5 our P N B R Q K,
-  6-11 theirs, 12 empty. Inside the kernels: 12 uint64 bitboards in the same order.
-* castling: 1 our king's side, 2 our queen's side, 4 theirs king's side, 8 theirs queen's side.
-* en passant: file 0-7 of a pawn that may be captured, -1 for none.
-* half-move clock.
+Positions are the columns pieces, castling, en_passant and halfmove of `records.RECORD`, seen from the side to move
+("us"): we always move up the board. Inside the kernels pieces are 12 uint64 bitboards in the order of the classes.
 
 A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none, 1 N, 2 B, 3 R, 4 Q; castling is the
 king's two-square move. The policy index is from * 73 + plane (`POLICY_INDEX`).
@@ -679,12 +673,6 @@ def _count(c: tuple[Bits, Bits, Bits, Bits, Bits], x: Bits) -> tuple[Bits, Bits,
     return c0, c1, c2, c3, c4 ^ x
 
 
-@kernel
-def _pawn_forks(pawns: Bits, up: bool, prey: Bits) -> Bits:
-    """Pawns both of whose attacked squares are in prey, found by going back from prey towards each side."""
-    return pawns & _pawn_east(prey, not up) & _pawn_west(prey, not up)
-
-
 @_batched()
 def ssl_maps(pieces: U8) -> U64:
     """Self-supervised target maps (N, 5) uint64: threat, pin, fork, control_ours, control_theirs.
@@ -724,26 +712,18 @@ def ssl_maps(pieces: U8) -> U64:
                     m += 1
             starts[side, 6] = m
             attacked[side] = union
-            if side == 0:
-                ours = counts
-            else:
-                theirs = counts
+            ours, theirs = (counts, theirs) if side == 0 else (ours, counts)
         forks = _ZERO
         for side in range(2):
             e = 6 - 6 * side
-            prey = (own[1 - side] & ~attacked[1 - side]) | bb[e + KING]  # undefended, or the king: for every attacker
-            kings = prey
+            kings = (own[1 - side] & ~attacked[1 - side]) | bb[e + KING]  # undefended, or the king: for every attacker
             queens = kings | bb[e + QUEEN]
             rooks = queens | bb[e + ROOK]
             minors = rooks | bb[e + KNIGHT] | bb[e + BISHOP]
-            forks |= _pawn_forks(bb[6 * side], side == 0, minors)
+            # Pawns both of whose attacked squares are prey, found by going back from it towards each side
+            forks |= bb[6 * side] & _pawn_east(minors, side == 1) & _pawn_west(minors, side == 1)
             for kind in range(1, 6):
-                if kind <= BISHOP:
-                    prey = rooks
-                elif kind == ROOK:
-                    prey = queens
-                else:
-                    prey = kings
+                prey = rooks if kind <= BISHOP else queens if kind == ROOK else kings
                 for j in range(starts[side, kind], starts[side, kind + 1]):
                     if _several(sets[side, j] & prey):
                         forks |= _bit(squares[side, j])

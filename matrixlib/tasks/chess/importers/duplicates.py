@@ -27,10 +27,10 @@ FACTS = "merged.json"  # in the new folder: which shards it was made of
 def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     """Copy the healthy shards of a folder to `out`, each position once, with the mean of its targets.
 
-    A position of both splits goes to training, so that validation has none that is trained on. `out` appears when it
-    is whole; one that was made of the same shards is left as it is. Returns the numbers of positions before and after,
-    and of positions that were in several sources. Memory: some 40 bytes a position, and those that are there more than
-    once. ValueError where `out` holds something else, ShardError for a damaged shard (quarantine it first).
+    A position of both splits goes to training. `out` appears when it is whole; one that was made of the same shards is
+    left as it is. Returns the numbers of positions before and after, and of positions that were in several sources.
+    Memory: some 40 bytes a position, and those that are there more than once. ValueError where `out` holds something
+    else, ShardError for a damaged shard (quarantine it first).
     """
     folder, out = Path(folder), Path(out)
     rows = sorted(Catalogue(folder, warn=False).shards(), key=lambda row: (row.split != "train", row.name))

@@ -1,11 +1,8 @@
 """Readers of positions a line: EPD suites with what they say, and FENs for Stockfish to label.
 
-EPD: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`.
-
-`bm`: best moves, all equally good; `am`: moves to avoid, all others are equally good; `ce`: centipawns and `dm`: full
-moves to mate, both from the side to move. What a line lacks stays unknown: without bm or am the policy has no weight,
-without ce or dm win-draw-loss is 0. Other operations are of no use here. There are no games, so equal positions stand
-in for them in the split.
+EPD: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`. `bm`: best moves, all equally good; `am`: moves to
+avoid, all others are equally good; `ce`: centipawns and `dm`: full moves to mate, both from the side to move. What a
+line lacks stays unknown. There are no games, so equal positions stand in for them in the split.
 """
 
 import re

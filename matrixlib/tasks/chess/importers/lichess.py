@@ -2,14 +2,12 @@
 
 Puzzles give a position for each move of the solver, which has all of the policy. The FEN of a row is the position
 *before* the opponent's set-up move, which is the first of `Moves`; the solver makes the second, the fourth and so on.
-A puzzle says nothing about the result of its game, nor who wins by how much, so result and win-draw-loss stay unknown.
+Result and win-draw-loss stay unknown.
 
 A line of evaluations is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...],
-"knodes": n, "depth": n}, ...]}, with what Stockfish said in browsers. Scores are White's, whoever is to move, which the
-order of the variations shows; castling is written as king takes rook (e1h1). Of several evaluations the deepest counts.
-The policy is the softmax that stockfish/labels.py makes of scores, over the first moves of its variations: what
-Stockfish has not listed has no weight. Win-draw-loss is that of the best score. There are no games, so
-equal positions stand in for them in the split.
+"knodes": n, "depth": n}, ...]}. Scores are White's, whoever is to move; castling is written as king takes rook (e1h1).
+Of several evaluations the deepest counts. The policy is the softmax of stockfish/labels.py over the first moves of its
+variations, win-draw-loss that of the best score. There are no games, so equal positions stand in for them in the split.
 """
 
 import csv

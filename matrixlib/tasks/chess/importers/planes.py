@@ -1,18 +1,16 @@
 """Readers of other programs' training data, which hold planes and policies: Leela Chess Zero's and Matrix0's.
 
-Leela's, version 6: .gz files of one game each, and .tar files of those. A record has the shares of visits as policy,
-the value of the search as win-draw-loss, and the game's result. Positions stand there from the side to move, ranks
-mirrored for Black as in our own record. Only the newest of the eight is read, and the one before where the format does
-not tell the en-passant file otherwise. From format 3 on a position without castling rights is turned into a canonical
-one of up to eight, and turned back here. Nothing says which ply of its game a record is: `ply` counts the records of
-the file, made even for White. Leela's repetition plane does not tell one earlier occurrence from several.
+Leela's, version 6: .gz files of one game each, and .tar files of those. Policy: shares of visits; win-draw-loss: value
+of the search; and the game's result. Positions are seen from the side to move. Of the eight only the newest is read, and
+the one before where the format does not tell the en-passant file. From format 3 on a position without castling rights
+is turned into a canonical one of up to eight, and turned back here. `ply` counts the records of the file, made even for
+White. The repetition plane does not tell one earlier occurrence from several.
 
-Matrix0's: NPZ files of planes s (N,19,8,8), policy pi (N,4672) and value z (N,). The planes are absolute (White's
-view), without en passant and repetition, so an en-passant capture is taken to be possible where `legal_mask`, or
-without one the policy, has it. z is a number from the side to move, made of the result and the search's value; it is
-stored as the win-draw-loss with that expectation and as many draws as that allows (at move 32, Stockfish's own model
-agrees to 0.005). The result itself is known only in self-play files, which hold one game and say how it ended
-(`meta_result`). Files of many games do not say where one ends: a file is one game to the split, so that nothing leaks.
+Matrix0's: NPZ files of planes s (N,19,8,8) as White sees them, policy pi (N,4672) and value z (N,). They lack en
+passant and repetition: a capture en passant is possible where `legal_mask`, or without one the policy, has it. z, from
+the side to move, is stored as the win-draw-loss with that expectation and as many draws as that allows (at move 32,
+Stockfish's own model agrees to 0.005). The result is known in self-play files alone (`meta_result`). Files of many
+games do not say where one ends: a file is one game to the split, so that nothing leaks.
 """
 
 import io

@@ -1,18 +1,16 @@
 """Labels of positions by Stockfish, and the policy and win-draw-loss targets that they make.
 
 Labels are made on the oriented position (side to move = White) with full-move number 32, after `ucinewgame`: Stockfish
-15.1's win-draw-loss depends on the move number and its search on what the hash remembers, so only in this way is a
-label a function of the position (pieces, castling, en passant, half-move clock) and not of what came before.
+15.1's win-draw-loss depends on the move number and its search on the hash, so only in this way is a label a function of
+the position (pieces, castling, en passant, half-move clock).
 
 From there on everything is integer arithmetic, so the same labels give the same bytes everywhere. The policy target is
-held as levels: level k means exp(-k / 10) times the best move's weight, that is a softmax at 50 centipawns in steps of
-5; levels are also what the shipped sample set stores.
+held as levels: level k means exp(-k / 10) times the best move's weight, a softmax at 50 centipawns in steps of 5.
 
-The win-draw-loss of a score is Stockfish's own model (`UCI_ShowWDL`, version 15.1, fitted by its authors to their test
-games): a logistic curve for winning, its mirror image for losing, the rest are draws. There, location and scale depend
-on the move number; here they are fixed at full move 32. From version 15.1 on, 100 centipawns mean an even chance of
-winning at that stage of the game. Fitted to 17,691 lines of the engine itself (depth 6, 400 positions): location 99.6,
-as it cuts centipawns towards 0, scale 18.3; win and loss agree with it to 0.003 (root mean square).
+The win-draw-loss of a score is Stockfish 15.1's own model (`UCI_ShowWDL`) at full move 32: a logistic curve for
+winning, its mirror image for losing, the rest are draws; 100 centipawns are an even chance of winning. Fitted to 17,691
+lines of the engine (depth 6, 400 positions): location 99.6, as it cuts centipawns towards 0, scale 18.3; win and loss
+agree with it to 0.003 (root mean square).
 """
 
 from collections.abc import Mapping
