@@ -10,8 +10,7 @@ import numpy as np
 
 from matrixlib.data import shards
 from matrixlib.data.entries import Reader, Refused
-from matrixlib.tasks.chess.keys import SOURCES
-from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, policy_index, to_board
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from pages import PAGES, ROOT, blocks, lines
 
 from matrixlib.runs.run import open_run
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 SMALLER = {  # parameter -> its value in the document -> in the test
     "preset": {"quick": "tiny.yaml", "small": "tiny.yaml", "tictactoe": "demo"},

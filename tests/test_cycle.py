@@ -22,8 +22,7 @@ from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Generation, Pairs, load_cycle, read_generations
-from matrixlib.tasks.chess.keys import ids_of
-from matrixlib.tasks.chess.records import LAYOUT, legal_indices
+from matrixlib.tasks.chess.records import LAYOUT, ids_of, legal_indices
 from matrixlib.tasks.tictactoe.game import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

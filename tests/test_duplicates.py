@@ -20,8 +20,7 @@ from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers.audit import faults
 from matrixlib.tasks.chess.importers.duplicates import deduplicate
 from matrixlib.tasks.chess.importers.import_files import import_files
-from matrixlib.tasks.chess.keys import keys_of
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_boards, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_boards, keys_of, policy_index
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares
 
 GAMES = """[Result "1-0"]

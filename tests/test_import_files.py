@@ -27,9 +27,8 @@ from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.audit import sample
 from matrixlib.tasks.chess.importers.import_files import import_files, import_listed
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
-from matrixlib.tasks.chess.keys import held_out
-from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.records import LAYOUT, held_out
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 
 def import_small(path: Path, folder: Path, workers: int) -> None:

@@ -16,8 +16,8 @@ from matrixlib.files import PACKAGE
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle import open_cycle
 from matrixlib.runs.cycle_games import CycleConfig
-from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.latin.spec import TASK as LATIN_TASK
 from matrixlib.tasks.melee.spec import TASK as MELEE_TASK
 from matrixlib.tasks.spec import given_folder

@@ -21,8 +21,7 @@ from matrixlib.tasks.chess.importers import notation as notations
 from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
-from matrixlib.tasks.chess.keys import SOURCES
-from matrixlib.tasks.chess.records import LAYOUT, from_boards, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, policy_index
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")

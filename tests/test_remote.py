@@ -33,7 +33,7 @@ from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.importers.audit import sample
 from matrixlib.tasks.chess.importers.import_files import data_folder
 from matrixlib.tasks.chess.records import LAYOUT as CHESS
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.spec import given_folder
 
 fsspec = pytest.importorskip("fsspec")

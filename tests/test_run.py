@@ -32,7 +32,7 @@ from matrixlib.runs import report, watch
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},

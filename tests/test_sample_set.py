@@ -9,12 +9,10 @@ import pytest
 from test_sample import make_work
 
 from matrixlib.data.shards import Shard
-from matrixlib.tasks.chess import sample_set as shipped
 from matrixlib.tasks.chess.importers.audit import faults
-from matrixlib.tasks.chess.keys import keys_of
-from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sample_set import ship, unpack_sample
-from matrixlib.tasks.chess.stockfish.sample import pack
+from matrixlib.tasks.chess.records import LAYOUT, keys_of
+from matrixlib.tasks.chess.stockfish import sample as shipped
+from matrixlib.tasks.chess.stockfish.sample import pack, ship, unpack_sample
 from matrixlib.tasks.shipped import MANIFEST, damage, read_manifest
 
 SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / MANIFEST).exists(), reason="no sample set is shipped")
@@ -90,7 +88,7 @@ UNPACK = """
 import sys
 from pathlib import Path
 from matrixlib.tasks.shipped import damage, read_manifest
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 print("ready", flush=True)
 sys.stdin.readline()
 cache, package = map(Path, sys.argv[1:])

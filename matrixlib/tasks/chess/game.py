@@ -19,8 +19,17 @@ from numpy.typing import NDArray
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, unknown
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.keys import MIX, hashes_of
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, legal_indices, move_from_index, play, to_board
+from matrixlib.tasks.chess.records import (
+    LAYOUT,
+    MIX,
+    UNKNOWN,
+    from_boards,
+    hashes_of,
+    legal_indices,
+    move_from_index,
+    play,
+    to_board,
+)
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 

@@ -6,6 +6,7 @@ always the side to move and always moves up. Policy indices are on that same ori
 knight jumps, 64-72 under-promotions.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,6 +38,12 @@ UNKNOWN = 2  # result
 WDL_SUM = 65535
 PIECE_VALUES = (1, 3, 3, 5, 9, 0)  # P N B R Q K, in pawns
 POLICY_SIZE = bitboard.POLICY_SIZE
+
+_NAMES = "unknown stockfish pgn puzzles evaluations epd lc0 matrix0 labelled selfplay"
+SOURCES = {name: number for number, name in enumerate(_NAMES.split())}  # RECORD's `source`: where a position comes from
+VALIDATION = 50  # per mille of the games
+SHARD = 32768  # records in a shard
+MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Batch = dict[str, np.ndarray]
 Records = NDArray[np.void]
@@ -327,3 +334,62 @@ def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
         bitboard.mirror_policy(batch["policy_index"].copy(), place, offset, rows, mirror_index)
         mirrored["policy_teacher"] = batch["policy_teacher"][start + place]
     return mirrored
+
+
+# Keys of positions, ids of games and the split that follows from these: stable for ever, as resumed runs rely on them
+
+
+def keys_of(records: Records) -> list[bytes]:
+    """A key of 128 bits for each record that equal positions share: orientation has taken the colours out, and where
+    no castling right is left, the left-right mirror image counts as equal."""
+    pieces, files = records["pieces"], records["en_passant"]
+    images, image_files = mirror_pieces(pieces), mirror_files(files)
+    keys = []
+    rows = zip(pieces, images, files, image_files, records["castling"], strict=True)
+    for plain, image, file, image_file, castling in rows:
+        key = plain.tobytes() + bytes((castling, file + 1))
+        if not castling:
+            key = min(key, image.tobytes() + bytes((0, image_file + 1)))
+        keys.append(hashlib.blake2b(key, digest_size=16).digest())
+    return keys
+
+
+def hashes_of(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
+    """(n,) u8: equal for equal boards (pieces, castling, en passant, all as the side to move sees them), and with
+    `mirrored` for mirror images too. 64 bits in no time: good for counting, not for telling positions apart for
+    certain (`keys_of` is)."""
+    plain = _mixed(records["pieces"], records["castling"], records["en_passant"])
+    if not mirrored:
+        return plain
+    files = mirror_files(records["en_passant"])
+    image = _mixed(mirror_pieces(records["pieces"]), records["castling"], files)
+    return np.where(mirrorable(records), np.minimum(plain, image), plain)
+
+
+def _mixed(pieces: NDArray[np.uint8], castling: NDArray[np.uint8], files: NDArray[np.int8]) -> NDArray[np.uint64]:
+    state = castling.astype(np.uint64) << np.uint64(8) | (files + 1).astype(np.uint64)
+    key = np.zeros(len(pieces), np.uint64)
+    for word in (*np.ascontiguousarray(pieces).view("<u8").T, state):
+        key = (key ^ word) * MIX
+        key ^= key >> np.uint64(29)
+    return key
+
+
+def ids_of(records: Records) -> NDArray[np.uint64]:
+    """(n,) u8 ids that equal positions (see `keys_of`) share, in place of a game's for what belongs to no game."""
+    return np.array([int.from_bytes(key[:8], "little") for key in keys_of(records)], "<u8")
+
+
+def game_id(*facts: str | bytes) -> int:
+    """A 64-bit id of a game, from whatever tells it apart (its text, a puzzle's source game)."""
+    digest = hashlib.blake2b(digest_size=8)
+    for fact in facts:
+        data = fact.encode() if isinstance(fact, str) else fact
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def held_out(records: Records) -> NDArray[np.bool_]:
+    """Which records (n,) are for validation: those of about one game in twenty, whose id is itself a hash."""
+    chosen: NDArray[np.bool_] = records["game"] // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
+    return chosen

@@ -13,11 +13,11 @@ import numpy as np
 from matrixlib.config import validated
 from matrixlib.data.shards import file_hash
 from matrixlib.engine.folder import read_run_config
-from matrixlib.tasks.chess import bitboard, keys, ssl_targets
+from matrixlib.tasks.chess import bitboard, ssl_targets
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.chess.game import ChessGame, training_batch
-from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, hashes_of
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.spec import (
     Check,
     GameSpec,
@@ -55,10 +55,10 @@ class ChessGameSpec(GameSpec):
     game = ChessGame()
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
-        return training_batch(traces, ids, keys.SOURCES["selfplay"])
+        return training_batch(traces, ids, SOURCES["selfplay"])
 
     def keys(self, records: np.ndarray) -> np.ndarray:
-        return keys.hashes_of(records, mirrored=True)
+        return hashes_of(records, mirrored=True)
 
 
 class ChessSpec(TaskSpec[ChessConfig]):

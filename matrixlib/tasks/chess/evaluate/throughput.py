@@ -15,7 +15,7 @@ from matrixlib.hardware import speed
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.model import flops
 from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 SIZES = (1, 32, 256, 1024)
 

@@ -15,11 +15,11 @@ from matrixlib.data.shards import BLOCK, Batch, Shard, ShardError, ragged_rows
 from matrixlib.data.shards import concat as concat_batches
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import standing_rights
-from matrixlib.tasks.chess.keys import hashes_of
 from matrixlib.tasks.chess.records import (
     LAYOUT,
     UNKNOWN,
     WDL_SUM,
+    hashes_of,
     legal_indices,
     move_from_index,
     playable,

@@ -17,8 +17,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, select, write_shard
 from matrixlib.files import sync_folder, write_text
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.keys import hashes_of
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, hashes_of, mirror
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares, whole_shares
 
 FACTS = "merged.json"  # in the new folder: which shards it was made of

@@ -17,8 +17,7 @@ import numpy as np
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.keys import SOURCES, ids_of
-from matrixlib.tasks.chess.records import LAYOUT, from_boards, parse_fen, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, ids_of, parse_fen, policy_index
 from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish, score_of
 from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, Positions, assemble, label, wdl_of_score, weights_of
 from matrixlib.tasks.chess.stockfish.sample import Parameters

@@ -19,9 +19,8 @@ from matrixlib.tasks.chess.importers.epd import Epd, Labelled
 from matrixlib.tasks.chess.importers.lichess import Evaluations, Puzzles
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.importers.planes import Lc0, Matrix0Data
-from matrixlib.tasks.chess.keys import SHARD, held_out
-from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.records import LAYOUT, SHARD, held_out
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 VERSION = 1  # of what decides about names and bytes
 STEP = 4 * SHARD  # training positions, from which on a step ends

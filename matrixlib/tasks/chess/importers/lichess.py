@@ -23,8 +23,7 @@ import numpy as np
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.keys import game_id, ids_of
-from matrixlib.tasks.chess.records import LAYOUT, Records, play
+from matrixlib.tasks.chess.records import LAYOUT, Records, game_id, ids_of, play
 from matrixlib.tasks.chess.stockfish.client import MATE, score_of
 from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, wdl_of_score, weights_of
 

@@ -25,8 +25,7 @@ from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK
-from matrixlib.tasks.chess.keys import SOURCES
-from matrixlib.tasks.chess.records import RECORD, UNKNOWN, Records, playable
+from matrixlib.tasks.chess.records import RECORD, SOURCES, UNKNOWN, Records, playable
 
 LONGEST = 1 << 26  # bytes of a line
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"

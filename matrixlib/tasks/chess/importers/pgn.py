@@ -32,8 +32,7 @@ from matrixlib.tasks.chess.importers.notation import (
     text_lines,
     usable,
 )
-from matrixlib.tasks.chess.keys import game_id
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, game_id
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 

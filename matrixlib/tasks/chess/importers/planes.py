@@ -1,7 +1,7 @@
 """Readers of other programs' training data, which hold planes and policies: Leela Chess Zero's and Matrix0's.
 
 Leela's, version 6: .gz files of one game each, and .tar files of those. Policy: shares of visits; win-draw-loss: value
-of the search; and the game's result. Positions are seen from the side to move. Of the eight only the newest is read, and
+of the search and the game's result. Positions are seen from the side to move; of the eight only the newest is read, and
 the one before where the format does not tell the en-passant file. From format 3 on a position without castling rights
 is turned into a canonical one of up to eight, and turned back here. `ply` counts the records of the file, made even for
 White. The repetition plane does not tell one earlier occurrence from several.
@@ -29,9 +29,8 @@ from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import Legal, blank, classes_of, legal_of, standing_rights
-from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, Records, absolute_index, playable, to_board
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, Records, absolute_index, game_id, playable, to_board
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares, whole_shares
 
 TOLERANCE = 0.01  # of the policy's sum, of the bounds of a value, of planes that hold 0 or 1
