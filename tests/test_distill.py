@@ -244,14 +244,9 @@ class Taught(ChessTask):
 
 @pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
 def test_the_terms_of_a_teacher_hold_the_contract(teacher: str, encoding: str) -> None:
-    config = load_config(
-        "demo",
-        {
-            **STUDENT,
-            "model": {**STUDENT["model"], "encoding": encoding, "ssl": ["piece"]},
-            "teacher": {"network": teacher, "schedule": "learned", "temperature": 3.0},
-        },
-    )
+    model = {**STUDENT["model"], "encoding": encoding, "ssl": ["piece"]}
+    taught = {"network": teacher, "schedule": "learned", "temperature": 3.0}
+    config = load_config("demo", {**STUDENT, "model": model, "teacher": taught})
     assert isinstance(config, ChessConfig)
     Taught.network = ChessTeacher(random_net(), config.teacher, "")
     rows = stored(positions(40))
@@ -402,14 +397,11 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
 
 
 def test_the_gradient_of_the_alignment_does_not_depend_on_the_micro_batch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(2 * losses.CKA_ROWS, 3, 1, generator=generator) for _ in range(2))
-    rows = torch.rand(len(x), generator=generator) < 0.9
-    gradients = []
+    x, y = (torch.randn(2 * losses.CKA_ROWS, 3, 1) for _ in range(2))
+    rows, gradients = torch.rand(len(x)) < 0.9, []
     for size in (len(x), losses.CKA_ROWS):
         own = x.clone().requires_grad_()
-        for start in range(0, len(x), size):
-            part = slice(start, start + size)
+        for part in (slice(start, start + size) for start in range(0, len(x), size)):
             losses.feature_loss([own[part]], [y[part]], rows[part]).backward()
         gradients.append(own.grad)
     torch.testing.assert_close(*gradients)
