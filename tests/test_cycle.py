@@ -19,6 +19,7 @@ from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.play.search import Evaluator
 from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Generation, Pairs, load_cycle, read_generations
@@ -489,9 +490,7 @@ def test_a_network_that_no_cycle_can_begin_with_is_refused(preset: str, network:
 
 
 @pytest.mark.slow
-def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
-    reports: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(reports: Path) -> None:
     shorter = {
         "games": 200,
         "generations": 2,
@@ -508,11 +507,10 @@ def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
         games[row.split] |= set(records["game"].tolist())
     assert (len(games["train"]), len(games["validation"])) == (380, 20)
     assert not games["train"] & games["validation"]
-    course = [current.perfection(number) for number in (0, 1, 2)]
+    networks = [current.network(number) for number in (0, 1, 2)]
+    course = [current.rules.perfection(Evaluator(n), cycle_games.player(current.config, n)) for n in networks]
     assert course[0]["policy: move does not lose"] < 0.75 < 0.9 < course[2]["policy: move does not lose"]
     assert course[0]["policy: games lost"] > 0.5 > course[2]["policy: games lost"]
     assert current.rules.checks(course[2])[0][0] == "loses to nobody"
     text = next((reports / "t" / "matches").glob("001*.txt")).read_text()
     assert text.startswith("generation 0 - generation 1: "), "three plies were random, so O is the first to choose"
-    monkeypatch.setattr(cycle_games, "network", None)
-    assert current.perfection(2) == course[2], "it is stored"

@@ -20,7 +20,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.files import utc_now
 from matrixlib.runs import cycle
 from matrixlib.runs.cycle_games import Generation, read_generations
-from matrixlib.runs.fleet import FleetError, _slots, compute
+from matrixlib.runs.fleet import FleetError, compute
 
 NODES = 2
 SMALL = TINY | {"generations": 1, "chunk": 4}
@@ -136,11 +136,3 @@ def test_without_a_cluster_it_says_how_to_begin_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(FleetError, match="`ray start --head` begins one"):
         next(compute([(0, print)], kind="ray"))
-
-
-def test_threads_of_a_part_leave_room_for_all_workers() -> None:
-    assert _slots([8, 5], 0, gpu=False) == (13, 1)
-    assert _slots([8, 5], 4, gpu=False) == (4, 2)
-    assert _slots([8, 8], 3, gpu=False) == (3, 4)
-    assert _slots([1], 4, gpu=True) == (1, 1)
-    assert _slots([], 4, gpu=False) == (0, 1)

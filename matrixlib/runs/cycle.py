@@ -29,7 +29,6 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
 from matrixlib.play.match import random_openings
-from matrixlib.play.search import Evaluator
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
@@ -166,14 +165,6 @@ class Cycle:
             if self.decisions()[-1:] != [now]:
                 newest = self._stored(numbers[-1])
                 newest.write(self.folder, rollbacks=(*newest.rollbacks, now))
-
-    def perfection(self, generation: int) -> dict[str, float]:
-        """The network of a generation beside perfect play; empty where nobody knows what that is."""
-        path = self.folder / f"perfection_{generation:03d}.json"
-        if self.rules.solved and not path.exists():
-            net = self.network(generation)
-            write_json(path, self.rules.perfection(Evaluator(net), games.player(self.config, net)))
-        return read_json(path)
 
     def _network(self, generation: int) -> Network:
         """The network of a generation, averaged weights; 0 is the untrained one."""
