@@ -17,16 +17,7 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = [  # nothing is fetched, nothing is asked, nothing of the user's own browser is used
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 SIZE = {"width": 1300, "height": 900}
 TALLEST = 9000  # pixels of a picture of a whole notebook
 START, STEP = 60, 300  # seconds: until something is shown; until a notebook has run, on a busy machine
@@ -70,44 +61,35 @@ def chromium() -> Iterator[Page]:
 @contextmanager
 def laboratory(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """A JupyterLab over `folder`, with no settings but its own; yields the address to put a path behind."""
-    own = {name: str(folder / f".jupyter-{name}") for name in ("config", "data", "runtime", "settings", "work")}
-    news = Path(own["settings"], "@jupyterlab", "apputils-extension", "notification.jupyterlab-settings")
+    variables = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime"}
+    variables |= {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "work"}
+    own = {name: str(folder / f".jupyter-{place}") for name, place in variables.items()}
+    news = folder / ".jupyter-settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     news.parent.mkdir(parents=True, exist_ok=True)
     news.write_text(json.dumps(NO_NEWS))
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "JUPYTER", "MATRIXLIB_LIVE"))}
-    variables = {
-        "JUPYTER_CONFIG_DIR": own["config"],
-        "JUPYTER_DATA_DIR": own["data"],
-        "JUPYTER_RUNTIME_DIR": own["runtime"],
-        "JUPYTERLAB_SETTINGS_DIR": own["settings"],
-        "JUPYTERLAB_WORKSPACES_DIR": own["work"],
-    }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
     command += [f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=e2e"]
     command += [f"--ServerApp.root_dir={folder}"]
-    with (folder / ".jupyter.log").open("wb") as log:
-        server = subprocess.Popen(command, cwd=folder, env={**keep, **variables, **environment}, stdout=log, stderr=log)
+    log = folder / ".jupyter.log"
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, cwd=folder, env={**keep, **own, **environment}, stdout=file, stderr=file)
     try:
-        wait_for_port(port, server, folder / ".jupyter.log")
+        end = time.monotonic() + START
+        while server.poll() is None and time.monotonic() < end:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        else:
+            raise AssertionError(f"JupyterLab does not answer: {log.read_text()[-2000:]}")
         yield f"http://127.0.0.1:{port}/lab/tree/{{}}?token=e2e&reset"
     finally:
         server.terminate()  # its kernels end with it
         server.wait(30)
-
-
-def wait_for_port(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            break
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"JupyterLab does not answer: {log.read_text()[-2000:]}")
 
 
 def copy_notebook(name: str, folder: Path, **parameters: Any) -> Path:

@@ -33,19 +33,6 @@ def frame(page: Page) -> Image.Image:
     return picture.resize((WIDTH, round(picture.height * WIDTH / picture.width)), Image.Resampling.LANCZOS)
 
 
-def show_more(page: Page, number: int) -> None:
-    """What the network thinks, little by little."""
-    if number == 3:
-        page.locator("input.policy").check()
-    if number == 5:
-        page.locator("input.search").check()
-    if number >= 5:
-        page.get_by_role("button", name="search here").click()
-        page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
-    if number == MOVES - 3:
-        page.locator("select.map").select_option(index=1)
-
-
 def play(page: Page, net: Net) -> list[tuple[Image.Image, int]]:
     frames = [(frame(page), ANSWERED)]
     board = position(page)
@@ -62,7 +49,15 @@ def play(page: Page, net: Net) -> list[tuple[Image.Image, int]]:
         move(page, uci)
         board = answered(page, board, uci)
         page.wait_for_timeout(300)  # for the pieces to arrive
-        show_more(page, number)
+        if number == 3:  # what the network thinks, little by little
+            page.locator("input.policy").check()
+        if number == 5:
+            page.locator("input.search").check()
+        if number >= 5:
+            page.get_by_role("button", name="search here").click()
+            page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
+        if number == MOVES - 3:
+            page.locator("select.map").select_option(index=1)
         if board.is_game_over():
             break
         frames.append((frame(page), ANSWERED))

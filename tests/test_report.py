@@ -23,15 +23,11 @@ VOID = {"meta", "img", "br", "hr"}
 class Structure(HTMLParser):
     """Checks that tags nest, and gathers headings, text and everything that a browser would fetch."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.links: list[str] = []
-        self.headings: list[str] = []
-        self.words: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(text)
+        self.open, self.fetched, self.links = list[str](), list[str](), list[str]()
+        self.headings, self.words, self.tags = list[str](), list[str](), set[str]()
+        self.feed(path.read_text(encoding="utf-8"))
         self.close()
         assert self.open == []
 
@@ -86,7 +82,7 @@ def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00
 
 def test_whole_report_is_offline_with_the_verdict_first(tmp_path: Path) -> None:
     path = report.write_report(make_run(tmp_path))
-    page = Structure(path.read_text(encoding="utf-8"))
+    page = Structure(path)
     assert page.fetched
     assert all(source.startswith("data:image/png;base64,") for source in page.fetched)
     assert not {"script", "link", "iframe"} & page.tags
@@ -96,7 +92,7 @@ def test_whole_report_is_offline_with_the_verdict_first(tmp_path: Path) -> None:
         "Verdict: PASS",
         "top1 27.1% best capture 17.1%",
         "bf16",
-        "measured 1.6 x as fast as fp32",
+        "measured 1.6 x as fast",
         "task: chess",
         "abc123",
     ]
@@ -120,7 +116,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     write_json(folder / "run.json", {"commit": evil, "versions": {evil: evil}, "started": evil})
     (folder / "config.yaml").write_text(evil)
     for path in (report.write_report(folder), report.write_index(tmp_path)):
-        page = Structure(path.read_text(encoding="utf-8"))
+        page = Structure(path)
         assert "script" not in page.tags
         assert "a&b" in page.headings + page.words
         assert evil in page.text
@@ -130,21 +126,21 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
 def test_a_missing_or_damaged_part_is_named(tmp_path: Path, name: str) -> None:
     folder = make_run(tmp_path)
     (folder / name).write_text("{broken\n{broken\n")
-    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    page = Structure(report.write_report(folder))
     assert name == "config.yaml" or f"{name} cannot be read" in page.text
     (folder / name).unlink()
-    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    page = Structure(report.write_report(folder))
     assert f"{name} is missing" in page.text
 
 
 def test_an_empty_folder_and_the_verdict_of_a_notebook_have_a_report(tmp_path: Path) -> None:
     """Of a crash before the first update; the probe and the cycle leave a verdict and no run."""
     (tmp_path / "crashed").mkdir()
-    page = Structure(report.write_report(tmp_path / "crashed").read_text(encoding="utf-8"))
+    page = Structure(report.write_report(tmp_path / "crashed"))
     assert "Verdict: not finished" in page.text
     (tmp_path / "probe").mkdir()
     write_json(tmp_path / "probe" / "summary.json", {"verdict": {"passed": True, "checks": []}})
-    page = Structure(report.write_report(tmp_path / "probe").read_text(encoding="utf-8"))
+    page = Structure(report.write_report(tmp_path / "probe"))
     assert page.headings == ["probe"]
     assert "missing" not in page.text
 
@@ -153,14 +149,14 @@ def test_index_and_table_list_runs_newest_first(tmp_path: Path) -> None:
     make_run(tmp_path, "z-old", "2026-01-01T00:00:00Z")
     report.write_report(make_run(tmp_path, "a-new", "2026-02-01T00:00:00Z"))
     (tmp_path / "no-run").mkdir()
-    text = report.write_index(tmp_path).read_text(encoding="utf-8")
-    page = Structure(text)
+    path = report.write_index(tmp_path)
+    page = Structure(path)
     assert page.links == ["a-new/report.html"]
     assert page.text.index("a-new") < page.text.index("z-old")
     assert "no-run" not in page.text
     assert page.text.count("PASS") == 2
     assert "top1 27.1%" in page.text
-    assert "█▄▁" in text, "the loss"
+    assert "█▄▁" in page.text, "the loss"
     table = report.frame(tmp_path)
     assert table["run"].tolist() == ["a-new", "z-old"]
     assert table["updates"].tolist() == [500, 500]
@@ -196,19 +192,18 @@ def executed(folder: Path, *outputs: Any, end: str | None = "2026-01-01T00:01:00
 def test_the_executed_notebook_is_the_report_without_its_code(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     figure = nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(png(Figure())).decode()})
-    path = executed(folder, nbformat.v4.new_output("stream", text="held-out top-1 <b>27 %"), figure)
-    text = report.write_report(folder).read_text(encoding="utf-8")
-    page = Structure(text)
+    notebook = executed(folder, nbformat.v4.new_output("stream", text="held-out top-1 <b>27 %"), figure)
+    page = Structure(report.write_report(folder))
     assert page.headings == ["quick-1", "Does it learn?", "Runtime", "Configuration", "Environment"]
     assert "held-out top-1 <b>27 %" in page.text
     assert "secret" not in page.text
     assert [source[:22] for source in page.fetched] == ["data:image/png;base64,"]
     assert not {"script", "link", "iframe"} & page.tags
-    os.utime(path, (1, 1))
-    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    os.utime(notebook, (1, 1))
+    page = Structure(report.write_report(folder))
     assert "Key figures" in page.headings, "the run was continued without that notebook"
     executed(folder, end=None)
-    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    page = Structure(report.write_report(folder))
     assert "Key figures" in page.headings, "it was killed, or is being executed"
 
 
@@ -221,7 +216,7 @@ def test_warnings_of_the_training_are_in_the_report(tmp_path: Path) -> None:
                 told |= {"skip": "update skipped, no weight moved: loss nan", "rollback": "rolled back to update 20"}
             row = {"step": step, "losses": {"policy": 1.0}}
             log.write(row | {"messages": list(told.values()), "events": list(told)})
-    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    page = Structure(report.write_report(folder))
     assert page.text.count("too <high>") == report.MAX_MESSAGES
     order = ["rolled back to", "update skipped", "update 20: too <high>", "update 39: too <high>", "and 14 more in"]
     places = [page.text.index(words) for words in order]
@@ -238,7 +233,7 @@ def test_counters_and_a_clip_threshold_of_the_runs_own_are_in_the_report(tmp_pat
             norms = {"median": 0.7, "p95": 1.934}
             log.write(row | {"statistics": {"outputs": outputs, "gradient_norm": norms, "dead_units": {"a": 0.1}}})
         log.write(row | {"step": 9, "statistics": {}, "memory": {}})
-    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    page = Structure(report.write_report(folder))
     for words in (
         "updates skipped 3",
         "not finite 1",
