@@ -16,7 +16,7 @@ INDEXES = PIP_QUIET=0 $(BIN)/python -m pip config list | sed -E "s/\\\\n/ /g; s/
 	while read -r option values; do for value in $$values; do echo "--$$option $${value\#=}"; done; done
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: bench bench-gpu film gpu help train train-quick train-full train-resume hw-report generate-data cycle test unit soak e2e lint
+.PHONY: bench bench-gpu gpu help train train-quick train-full train-resume hw-report generate-data cycle test unit soak e2e lint
 .PHONY: lab report refresh lock install clean stale
 
 help:
@@ -28,8 +28,7 @@ help:
 	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about half an hour'
 	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
 	@echo 'make soak      the long versions of the tests'
-	@echo 'make e2e       every notebook in JupyterLab in a real browser; screenshots in reports/e2e/'
-	@echo 'make film      the animated picture of a game in play.ipynb, reports/play.gif, against the newest run or RUN=<name>'
+	@echo 'make e2e       a training, menus and a game in JupyterLab in a real browser; screenshots in reports/e2e/'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make lab       JupyterLab, opened on the training notebook'
 	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about six minutes'
@@ -113,9 +112,6 @@ soak: $(STAMP)
 
 e2e: $(STAMP)
 	$(BIN)/python -m pytest tests/test_browser.py -ra -m e2e
-
-film: $(STAMP)
-	$(BIN)/python tests/film.py $(RUN)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

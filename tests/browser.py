@@ -19,7 +19,6 @@ from playwright.sync_api import Page, sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 SIZE = {"width": 1300, "height": 900}
-TALLEST = 9000  # pixels of a picture of a whole notebook
 START, STEP = 60, 300  # seconds: until something is shown; until a notebook has run, on a busy machine
 NO_NEWS = {"fetchNews": "false", "checkForUpdates": False}
 RUNNING = "() => [...document.querySelectorAll('.jp-InputPrompt')].some(e => e.textContent.includes('*'))"
@@ -152,25 +151,8 @@ class Lab:
         """Texts of the outputs in order, also of those out of sight."""
         return self.page.locator(".jp-OutputArea-output pre").all_text_contents()
 
-    def go_to_end(self) -> None:
-        self.page.locator(".jp-Cell").last.scroll_into_view_if_needed()
-        self.page.wait_for_timeout(500)  # for what comes into sight
-
     def picture(self, words: str) -> Path:
         """Screenshot of what is seen now."""
         path = self.pictures / f"{self.name}-{words}.png"
         self.page.screenshot(path=path)
-        return path
-
-    def whole(self, words: str = "whole") -> Path:
-        """Screenshot of the notebook from top to bottom, as far as it fits."""
-        self.page.set_viewport_size({**SIZE, "height": TALLEST})
-        self.page.evaluate("() => document.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
-        self.page.wait_for_timeout(1500)  # for what comes into sight
-        bottom = self.page.evaluate(
-            "() => [...document.querySelectorAll('.jp-Cell')].at(-1).getBoundingClientRect().bottom"
-        )
-        path = self.pictures / f"{self.name}-{words}.png"
-        self.page.screenshot(path=path, clip={"x": 280, "y": 30, "width": 990, "height": min(TALLEST, bottom) - 20})
-        self.page.set_viewport_size(SIZE)
         return path

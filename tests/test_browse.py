@@ -75,9 +75,7 @@ def test_runs_are_listed_newest_first_and_headless_there_is_no_widget(
 def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
     make_run(reports, "mine", "2026-01-01T00:00:00Z")
     shown = run_notebook("browse", positions=3, device="cpu")
-    assert shown.values["run"] == "mine"
-    assert len(shown.values["viewer"]) == 3
-    assert shown.text.count("pass  ") == 2
+    assert (shown.values["run"], len(shown.values["viewer"]), shown.text.count("pass  ")) == ("mine", 3, 2)
 
 
 def test_the_menus_hold_checkpoints_and_runs_of_the_same_task(look: Callable[..., Shown], reports: Path) -> None:

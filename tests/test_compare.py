@@ -11,7 +11,6 @@ import pytest
 from cells import Shown, definitions, run_notebook
 
 from matrixlib import config
-from matrixlib.config import ConfigError
 from matrixlib.engine.folder import newest_complete
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import write_json
@@ -98,10 +97,9 @@ def test_pairs_of_seeds_show_what_lies_below_the_spread_of_seeds(reports: Path) 
 
 
 def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
-    for name, seed, loss in (("a0", 0, 3.0), ("a1", 1, 3.0), ("b2", 2, 2.0), ("b3", 3, 2.1)):
-        fake(reports, name, seed, loss)
+    for name, seed in (("a0", 0), ("a1", 1), ("b2", 2), ("b3", 3)):
+        fake(reports, name, seed, 3.0 - seed)
     shown = of_runs("a0,a1", "b2,b3")
-    assert math.isnan(shown.values["differences"].loc["validation loss", ("B - A", "from")])
     assert "the sides did not see the same positions" in shown.text
     assert "without pairs of seeds there is no interval" in shown.text
     assert "same seeds on both sides" in shown.failed
@@ -214,11 +212,3 @@ def test_a_side_that_blows_up_is_a_result(reports: Path) -> None:
     assert shown.values["stability"]["complete"].tolist() == [True, False]
     assert "No conclusion on the loss" in shown.text
     assert shown.pictures == 1
-
-
-def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
-        compare.train_arms(PAIR | {"B": ("demo", {"optim": {"learing_rate": 1.0}})})
-    with pytest.raises(ValueError, match="seeds of at least 1"):
-        compare.train_arms(PAIR, seeds=0)
-    assert list(reports.iterdir()) == []

@@ -28,8 +28,7 @@ def test_a_sound_network_learns_16_positions(reports: Path) -> None:
     """As nbval of overfit.ipynb sees it do."""
     shown = check()
     assert not shown.failed
-    assert shown.values["curve"]["policy"].iloc[-1] <= 0.05
-    assert shown.values["curve"]["value/accuracy"].iloc[-1] == 1.0
+    assert shown.values["curve"].iloc[-1].tolist() == [pytest.approx(0, abs=0.05), 1.0]
     assert len(shown.values["curve"]) == 100
 
 
@@ -37,8 +36,7 @@ def test_a_sound_network_learns_16_positions(reports: Path) -> None:
 def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
     shown = run_notebook("overfit", preset="latin_demo", overrides={"runtime": {"precision": "fp32", "threads": 1}})
     assert not shown.failed
-    for name in ("cell learned by heart", "cell/accuracy 100 %", "no fault"):
-        assert f"pass  {name}" in shown.text
+    assert shown.text.count("pass  cell") == 2
 
 
 def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +62,12 @@ def test_a_learning_rate_that_cannot_work_is_named(reports: Path, steps: int, ra
 
 
 def restless(out: Arrays, rng: np.random.Generator) -> Arrays:
-    return {"wdl": rng.permuted(out["wdl"], axis=1)}
+    return out | {"wdl": rng.permuted(out["wdl"], axis=1)}
 
 
 def shifted(out: Arrays, rng: np.random.Generator) -> Arrays:
     index = out["policy_index"]
-    return {"policy_index": np.where(index >= 0, (index + 73) % 4672, index).astype(index.dtype)}
+    return out | {"policy_index": np.where(index >= 0, (index + 73) % 4672, index).astype(index.dtype)}
 
 
 @pytest.mark.parametrize(
@@ -79,12 +77,7 @@ def test_labels_that_are_wrong_are_named(
     reports: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Arrays], word: str
 ) -> None:
     sound = ChessTask.prepare
-
-    def prepare(self: ChessTask, batch: Arrays, rng: np.random.Generator) -> Arrays:
-        out = sound(self, batch, rng)
-        return out | spoil(out, rng)
-
-    monkeypatch.setattr(ChessTask, "prepare", prepare)
+    monkeypatch.setattr(ChessTask, "prepare", lambda self, batch, rng: spoil(sound(self, batch, rng), rng))
     assert word in check(train={"steps": 5}).failed
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,48 +38,6 @@ Curve = Callable[[Mapping[str, Any], int, int], float]
 """(overrides, seed, update) -> validation loss."""
 
 
-class Fakes:
-    """Trainings that are a function: runs of `updates` updates as they lie on disk, each with a validation."""
-
-    def __init__(self, root: Path, loss: Curve, stop_in: str = "") -> None:
-        self.root, self.loss, self.stop_in = root, loss, stop_in
-        self.begun: list[str] = []
-
-    def open_run(
-        self, preset: str, device: str, seed: int, name: str, steps: int, overrides: Mapping[str, Any], kind: str
-    ) -> Any:
-        requested = load_config(preset, config.merge(overrides, {"seed": seed}))
-        folder = self.root / name
-        folder.mkdir(exist_ok=True)
-        self.begun.append(name)
-        write_json(
-            folder / "run.json", {"preset": preset, "requested": config.dump(requested), "catalogue": "", "kind": kind}
-        )
-        (folder / "config.yaml").write_text(config.to_yaml(requested))
-        return SimpleNamespace(close=lambda: None, train=partial(self.train, folder, overrides, seed, requested))
-
-    def train(self, folder: Path, overrides: Mapping[str, Any], seed: int, requested: Any) -> Iterator[Any]:
-        if (folder / "summary.json").exists():
-            return
-        updates = requested.train.steps if isinstance(requested.train.steps, int) else 12
-        curve = {step: self.loss(overrides, seed, step) for step in range(1, min(updates, 12) + 1)}
-        rows = [
-            {"step": k, "loss": 1.0, "seconds": 0.1, "validation": {"kind": "full", "loss": v, "losses": {}}}
-            for k, v in curve.items()
-        ]
-        for row in rows:
-            if folder.name == self.stop_in and row["step"] == 6:
-                raise KeyboardInterrupt
-            yield SimpleNamespace(step=row["step"], validation=row["validation"])
-        with MetricsLog(folder / "metrics.jsonl") as log:
-            for row in rows:
-                log.write(row)
-        last = rows[-1]["validation"]["loss"]
-        evaluation = {"top1": 1 / last if last else 0.0, "policy_kl": last}
-        summary = {"complete": True, "seconds": 1.2, "steps": updates, "parameters": 100 * requested.model.channels**2}
-        write_json(folder / "summary.json", summary | {"evaluation": evaluation})
-
-
 def by_rate(overrides: Mapping[str, Any], seed: int, step: int) -> float:
     """Least at 0.003; seeds shift all rates, nearly alike."""
     rate = overrides["optim"]["learning_rate"]
@@ -88,16 +45,46 @@ def by_rate(overrides: Mapping[str, Any], seed: int, step: int) -> float:
 
 
 @pytest.fixture
-def swept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Shown, Fakes]]:
-    """The notebook over trainings that are a function."""
+def swept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Shown, list[str]]]:
+    """The notebook over trainings that are a function: runs as they lie on disk, each update with a validation; and the
+    names of those that it has begun."""
 
-    def run(loss: Curve, sweep: str = "s", stop_in: str = "", **options: Any) -> tuple[Shown, Fakes]:
-        fakes = Fakes(reports, loss, stop_in)
-        monkeypatch.setattr(runs, "open_run", fakes.open_run)
+    def run(loss: Curve, sweep: str = "s", stop_in: str = "", **options: Any) -> tuple[Shown, list[str]]:
+        begun: list[str] = []
+
+        def open_run(
+            preset: str, device: str, seed: int, name: str, steps: int, overrides: Mapping[str, Any], kind: str
+        ) -> Any:
+            requested = load_config(preset, config.merge(overrides, {"seed": seed}))
+            (reports / name).mkdir(exist_ok=True)
+            begun.append(name)
+            record = {"preset": preset, "requested": config.dump(requested), "catalogue": "", "kind": kind}
+            write_json(reports / name / "run.json", record)
+            (reports / name / "config.yaml").write_text(config.to_yaml(requested))
+            return SimpleNamespace(close=lambda: None, train=lambda: train(reports / name, overrides, seed, requested))
+
+        def train(folder: Path, overrides: Mapping[str, Any], seed: int, requested: Any) -> Iterator[Any]:
+            if (folder / "summary.json").exists():
+                return
+            updates = requested.train.steps if isinstance(requested.train.steps, int) else 12
+            with MetricsLog(folder / "metrics.jsonl") as log:
+                for step in range(1, min(updates, 12) + 1):
+                    if folder.name == stop_in and step == 6:
+                        raise KeyboardInterrupt
+                    validation = {"kind": "full", "loss": loss(overrides, seed, step), "losses": {}}
+                    yield SimpleNamespace(step=step, validation=validation)
+                    log.write({"step": step, "loss": 1.0, "seconds": 0.1, "validation": validation})
+            last = validation["loss"]
+            summary = {"complete": True, "seconds": 1.2, "steps": updates, "parameters": 100}
+            summary["parameters"] *= requested.model.channels**2
+            summary["evaluation"] = {"top1": 1 / last if last else 0.0, "policy_kl": last}
+            write_json(folder / "summary.json", summary)
+
+        monkeypatch.setattr(runs, "open_run", open_run)
         monkeypatch.setattr(os, "fsync", lambda file: None)
         monkeypatch.setattr(fleet, "compute", lambda parts, **_: ((key, part()) for key, part in parts))
         options = {"steps": 12, "overrides": {"validation": {"interval": 1}}} | options
-        return run_notebook("sweep", preset="demo", device="cpu", sweep=sweep, overrides=options), fakes
+        return run_notebook("sweep", preset="demo", device="cpu", sweep=sweep, overrides=options), begun
 
     return run
 
@@ -201,8 +188,8 @@ def test_threads_and_loader_processes_are_divided_but_for_a_run_that_has_begun(r
 
 
 def test_every_trial_has_the_same_seeds_and_differences_have_intervals(swept: Any) -> None:
-    shown, fakes = swept(by_rate, space={RATE: [0.001, 0.003, 0.01]}, seed=5, seeds=3)
-    assert fakes.begun == [f"s-{number:03d}-s{seed}" for number in range(3) for seed in (5, 6, 7)]
+    shown, begun = swept(by_rate, space={RATE: [0.001, 0.003, 0.01]}, seed=5, seeds=3)
+    assert begun == [f"s-{number:03d}-s{seed}" for number in range(3) for seed in (5, 6, 7)]
     table = shown.values["table"].set_index(RATE)
     assert list(table.index) == [0.003, 0.001, 0.01]
     row = table.loc[0.001]
@@ -233,22 +220,14 @@ def test_with_several_workers_a_trial_knows_of_none_that_trains_beside_it(swept:
     assert states(shown) == ["COMPLETE"] * 3 + ["FAIL", "COMPLETE", last]
 
 
-def test_a_measure_where_more_is_better(swept: Any) -> None:
-    space = {RATE: [0.001, 0.003, 0.01], "loss.value": [0.5, 1.0]}
-    shown, _ = swept(by_rate, space=space, measure="top1", highest=True)
-    assert shown.values["best"].params[RATE] == 0.003
-    assert shown.values["table"].iloc[0][RATE] == 0.003
-    assert shown.values["shares"][RATE] > 0.9 > 0.1 > shown.values["shares"]["loss.value"]
-
-
-def test_a_misspelt_measure_is_told_and_can_be_mended(swept: Any) -> None:
-    options: dict[str, Any] = {"space": {RATE: [0.001, 0.003]}, "highest": True}
-    with pytest.raises(ConfigError, match="did you mean 'top1'\\?"):
+def test_a_measure_where_more_is_better_and_a_misspelt_one_that_is_mended(swept: Any) -> None:
+    options: dict[str, Any] = {"space": {RATE: [0.001, 0.003], "loss.value": [0.5, 1.0]}, "highest": True}
+    with pytest.raises(ConfigError, match=r"did you mean 'top1'\?"):
         swept(by_rate, **options, measure="top_1")
-    shown, fakes = swept(by_rate, **options, measure="top1")
-    assert states(shown) == ["COMPLETE"] * 2
-    assert len(list(shown.values["folder"].parent.glob("s-*/summary.json"))) == 2
-    assert fakes.begun == ["s-000-s0", "s-001-s0"]
+    shown, begun = swept(by_rate, **options, measure="top1")
+    assert begun == [f"s-{number:03d}-s0" for number in range(4)]
+    assert shown.values["best"].params[RATE] == shown.values["table"].iloc[0][RATE] == 0.003
+    assert shown.values["shares"][RATE] > 0.9 > 0.1 > shown.values["shares"]["loss.value"]
 
 
 @pytest.mark.parametrize("method", ["grid", "random", "tpe"])
@@ -260,8 +239,8 @@ def test_stopped_it_goes_on_to_the_same_table(swept: Any, reports: Path, method:
     for stop in ("s-002-s1", "s-005-s0", "s-011-s0"):
         with suppress(KeyboardInterrupt):
             swept(by_rate, "s", stop, **options)
-    again, fakes = swept(by_rate, "s", **options)
-    assert "s-000-s0" not in fakes.begun, "what has ended stays"
+    again, begun = swept(by_rate, "s", **options)
+    assert "s-000-s0" not in begun, "what has ended stays"
     for name in ("table.csv", "table.json"):
         assert (reports / "s" / name).read_bytes() == (reports / "whole" / name).read_bytes()
     assert again.values["trials"][3].params == whole.values["trials"][3].params

@@ -34,9 +34,7 @@ def began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (3, {}, "training", "training, update 1,200 of 20,000, 160 ms an update, about 50 min 8 s left"),
         (3, {"phase": "validation"}, "validating", "validating, update 1,200 of 20,000"),
-        (299, {}, "training", "training, "),
         (720, {}, "stalled", "stalled for 12 min 0 s (training) after update 1,200 of 20,000"),
-        (720, {"phase": "validation"}, "stalled", "stalled for 12 min 0 s (validating) after "),
         (720, {"step_seconds": 90.0}, "training", "training, "),
         (720, {"interval": 600.0}, "training", "training, "),
         (720, {"phase": "evaluation"}, "evaluating", "evaluating, "),
@@ -90,12 +88,10 @@ def test_a_damaged_heartbeat_is_none(tmp_path: Path, more: dict[str, Any]) -> No
     assert watch.standing(tmp_path / "run", NOW).word == "begun"
 
 
-def test_index_browse_and_the_command_say_it(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_and_the_command_say_it(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = datetime.now(UTC)
     beat(reports / "quiet", 720, now=now)
     beat(reports / "busy", 3, now=now)
-    for name in ("quiet", "busy"):
-        write_json(reports / name / "run.json", {"requested": {"task": "chess"}})
     (reports / "broken").mkdir()
     (reports / "broken" / "heartbeat.json").write_text("{")
     assert watch.main([]) == 1
@@ -104,7 +100,7 @@ def test_index_browse_and_the_command_say_it(reports: Path, capsys: pytest.Captu
     assert any(line.split()[0] == "busy" and "training, update 1,200" in line for line in lines)
     assert watch.main(["busy", "broken"]) == 0
     assert "has not made an update yet" in capsys.readouterr().out
-    assert watch.main(["absent"]) == watch.main(["x" * 5000]) == 2
+    assert watch.main(["absent"]) == 2
     page = report.write_index(reports).read_text(encoding="utf-8")
     assert '<span class="fail">stalled</span>' in page
     assert '<span class="open">training</span>' in page
