@@ -22,33 +22,14 @@ SIZE = {"width": 1300, "height": 900}
 START, STEP = 60, 300  # seconds: until something is shown; until a notebook has run, on a busy machine
 NO_NEWS = {"fetchNews": "false", "checkForUpdates": False}
 RUNNING = "() => [...document.querySelectorAll('.jp-InputPrompt')].some(e => e.textContent.includes('*'))"
-SEES_FRAMES = """() => {
-  window.frames_seen = new Set();
-  const look = async () => {
-    const image = document.querySelector('img.widget-image');
-    if (!image) return;
-    try {
-      const bytes = await (await fetch(image.src)).arrayBuffer();
-      const digest = new Uint8Array(await crypto.subtle.digest('SHA-1', bytes));
-      window.frames_seen.add(Array.from(digest).join());
-    } catch (error) {}  // the picture was replaced meanwhile
-  };
-  window.setInterval(look, 100);
-}"""
-
-
-def find_chromium() -> str:
-    """Path of the system's Chromium; the test skips where there is none."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    pytest.skip("no Chromium on PATH (Debian: apt install chromium)")
 
 
 @contextmanager
 def chromium() -> Iterator[Page]:
-    """A page of an empty browser."""
-    path = find_chromium()
+    """A page of an empty browser of the system's; the test skips where there is none."""
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium on PATH (Debian: apt install chromium)")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         page = browser.new_page(viewport=SIZE)

@@ -4,19 +4,16 @@
 """
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import chess
 import nbformat
-import psutil
 import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed (extra: dev)")
 
-from browser import SEES_FRAMES, START, STEP, Lab, chromium, copy_notebook, find_chromium, laboratory
+from browser import STEP, Lab, chromium, copy_notebook, laboratory
 from networks import random_net, save_run
 from playwright.sync_api import Page
 from test_browse import make_run
@@ -34,25 +31,12 @@ STEPS = 600  # of the training that is interrupted: enough to watch it, on a fas
 
 
 @pytest.fixture
-def lab(tmp_path: Path, reports: Path) -> Iterator[tuple[Path, str]]:
-    """A folder with a JupyterLab over it, whose runs go to the test's own reports."""
-    find_chromium()
-    with laboratory(tmp_path, {"MATRIXLIB_REPORTS": str(reports), "MATRIXLIB_DEVICE": "cpu"}) as address:
-        yield tmp_path, address
-
-
-@pytest.fixture
-def pictures() -> Path:
-    """Where the screenshots go."""
+def lab(tmp_path: Path, reports: Path) -> Iterator[tuple[Path, str, Page]]:
+    """A folder with a JupyterLab over it, whose runs go to the test's own reports, its address, and a browser."""
     PICTURES.mkdir(parents=True, exist_ok=True)
-    return PICTURES
-
-
-def tiny_run(reports: Path, **options: Any) -> None:
-    """A complete run `demo-tiny` with random weights."""
-    save_run(reports / "demo-tiny", random_net(**options))
-    (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
-    (reports / "demo-tiny" / "run.json").write_text('{"requested": {"task": "chess"}}')
+    variables = {"MATRIXLIB_REPORTS": str(reports), "MATRIXLIB_DEVICE": "cpu"}
+    with chromium() as page, laboratory(tmp_path, variables) as address:
+        yield tmp_path, address, page
 
 
 def outputs(path: Path) -> list[nbformat.NotebookNode]:
@@ -60,11 +44,14 @@ def outputs(path: Path) -> list[nbformat.NotebookNode]:
 
 
 def watch_frames(lab: Lab, count: int) -> None:
-    """Look at the live panel, which comes into sight by itself, until it has shown so many different pictures."""
-    lab.page.wait_for_selector("img.widget-image")
+    """Look at the live panel, which comes into sight by itself, until it has shown so many other pictures."""
+    image = lab.page.locator("img.widget-image")
+    image.wait_for()
     lab.page.wait_for_function(IN_SIGHT)
-    lab.page.locator("img.widget-image").scroll_into_view_if_needed()
-    lab.page.wait_for_function(f"() => window.frames_seen.size >= {count}", timeout=1000 * STEP)
+    image.scroll_into_view_if_needed()
+    another = "before => document.querySelector('img.widget-image')?.src !== before"
+    for _ in range(count):
+        lab.page.wait_for_function(another, arg=image.get_attribute("src"), timeout=1000 * STEP)
 
 
 def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
@@ -76,81 +63,77 @@ def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
     return list(page.evaluate("() => [...document.images].map(image => image.naturalWidth)"))
 
 
-def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
-    folder, address = lab
+def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Page], reports: Path) -> None:
+    folder, address, page = lab
     path = copy_notebook("train", folder, steps=STEPS)
-    with chromium() as page:
-        train = Lab(page, address, "train", pictures)
-        train.open()
-        page.evaluate(SEES_FRAMES)
-        train.run_all()
-        watch_frames(train, 3)
-        line = page.locator("div.widget-label").first.inner_text()
-        assert re.search(rf"^step [\d,]+/{STEPS} \(\d+%\) \| .* a step \| .* left$", line)
-        assert "positions/s" in page.locator(".widget-html-content").inner_text()
-        train.picture("2-live")
-        train.menu("Kernel", "Interrupt Kernel")
-        train.wait_until_run()
-        (run,) = (folder.name for folder in reports.glob("demo-*"))
-        text = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
-        stopped = re.fullmatch(
-            r"KeyboardInterrupt: stopped after (\d+) updates; the same command or notebook goes on from the "
-            r"checkpoint of update (\d+); curves and report: .+",
-            text.strip(),
-        )
-        assert stopped, text
-        assert stopped[1] == stopped[2]
-        assert (reports / run / "checkpoints" / f"step_{int(stopped[1]):08d}").is_dir()
-        assert page.locator("img.widget-image").count() == 0
-        train.picture("3-interrupted")
+    train = Lab(page, address, "train", PICTURES)
+    train.open()
+    train.run_all()
+    watch_frames(train, 3)
+    line = page.locator("div.widget-label").first.inner_text()
+    assert re.search(rf"^step [\d,]+/{STEPS} \(\d+%\) \| .* a step \| .* left$", line)
+    assert "positions/s" in page.locator(".widget-html-content").inner_text()
+    train.picture("2-live")
+    train.menu("Kernel", "Interrupt Kernel")
+    train.wait_until_run()
+    (run,) = (folder.name for folder in reports.glob("demo-*"))
+    text = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
+    stopped = re.fullmatch(
+        r"KeyboardInterrupt: stopped after (\d+) updates; the same command or notebook goes on from the "
+        r"checkpoint of update (\d+); curves and report: .+",
+        text.strip(),
+    )
+    assert stopped, text
+    assert stopped[1] == stopped[2]
+    assert (reports / run / "checkpoints" / f"step_{int(stopped[1]):08d}").is_dir()
+    assert page.locator("img.widget-image").count() == 0
+    train.picture("3-interrupted")
 
-        page.evaluate(SEES_FRAMES)
-        train.run_all()
-        assert "resumed" in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
-        watch_frames(train, 1)
-        train.picture("4-resumed")
-        train.wait_until_run()
-        assert [folder.name for folder in reports.glob("demo-*")] == [run]
-        assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
-        assert page.locator("img.widget-image").count() == 0
-        assert any("VERDICT: PASS" in text for text in train.texts())
-        train.save()
-        kinds = [kind for output in outputs(path) for kind in output.get("data", {})]
-        assert (kinds.count("image/png"), kinds.count(WIDGET)) == (3, 0)
+    train.run_all()
+    assert "resumed" in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
+    watch_frames(train, 1)
+    train.picture("4-resumed")
+    train.wait_until_run()
+    assert [folder.name for folder in reports.glob("demo-*")] == [run]
+    assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
+    assert page.locator("img.widget-image").count() == 0
+    assert any("VERDICT: PASS" in text for text in train.texts())
+    train.save()
+    kinds = [kind for output in outputs(path) for kind in output.get("data", {})]
+    assert (kinds.count("image/png"), kinds.count(WIDGET)) == (3, 0)
 
-        train.open()
-        page.wait_for_selector(".jp-RenderedImage img")
-        assert page.get_by_text("Error displaying widget").count() == 0
-        assert look_at_html(page, reports / run / "report.html", pictures / "report.png") == [1000], "the curves"
-        look_at_html(page, reports / "index.html", pictures / "index.png")
+    train.open()
+    page.wait_for_selector(".jp-RenderedImage img")
+    assert page.get_by_text("Error displaying widget").count() == 0
+    assert look_at_html(page, reports / run / "report.html", PICTURES / "report.png") == [1000], "the curves"
+    look_at_html(page, reports / "index.html", PICTURES / "index.png")
 
 
-def test_menus_draw_again(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
-    folder, address = lab
+def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
+    folder, address, page = lab
     make_run(reports, "other", "2026-01-01T00:00:00Z", complete=False)  # so that a demo is trained beside it
     path = copy_notebook("browse", folder)
-    with chromium() as page:
-        browse = Lab(page, address, "browse", pictures)
-        browse.open()
-        browse.run_all()
-        browse.wait_until_run()
-        position = page.locator(".jupyter-widgets input[type=number]")
-        position.scroll_into_view_if_needed()
-        before = str(page.evaluate(SHOWN))
-        position.press("ArrowUp")
-        second = wait_for_another(page, before)
-        browse.picture("next")
-        position.press("ArrowDown")
-        assert wait_for_another(page, second) == before
-        newest = page.locator("select:has(option[value='newest'])")
-        (oldest,) = newest.locator("option").all_inner_texts()[-1:]
-        newest.select_option(oldest)
-        wait_for_another(page, before)
-        browse.picture("checkpoint")
-        browse.save()
-        before = page.locator(CURVES).get_attribute("src")
-        page.locator(".jupyter-widgets select").first.select_option("other")
-        page.wait_for_function(f"before => document.querySelector('{CURVES}')?.src !== before", arg=before)
+    browse = Lab(page, address, "browse", PICTURES)
+    browse.open()
+    browse.run_all()
+    browse.wait_until_run()
+    position = page.locator(".jupyter-widgets input[type=number]")
+    position.scroll_into_view_if_needed()
+    before = str(page.evaluate(SHOWN))
+    position.press("ArrowUp")
+    second = wait_for_another(page, before)
+    browse.picture("next")
+    position.press("ArrowDown")
+    assert wait_for_another(page, second) == before
+    newest = page.locator("select:has(option[value='newest'])")
+    (oldest,) = newest.locator("option").all_inner_texts()[-1:]
+    newest.select_option(oldest)
+    wait_for_another(page, before)
+    browse.picture("checkpoint")
+    browse.save()
+    before = page.locator(CURVES).get_attribute("src")
+    page.locator(".jupyter-widgets select").first.select_option("other")
+    page.wait_for_function(f"before => document.querySelector('{CURVES}')?.src !== before", arg=before)
     kinds = [kind for output in outputs(path) for kind in output.get("data", {})]
     assert kinds.count(WIDGET) == 2, "curves and boards"
 
@@ -198,70 +181,71 @@ def answered(page: Page, before: chess.Board, uci: str) -> chess.Board:
     return position(page)
 
 
-def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
+def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str, Page], reports: Path) -> None:
     """Six moves that are answered, the network's arrows and maps, a move taken back, a promotion, the other side."""
-    folder, address = lab
-    tiny_run(reports, ssl=["threat", "control"])
+    folder, address, page = lab
+    save_run(reports / "demo-tiny", random_net(ssl=["threat", "control"]))
+    (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
+    (reports / "demo-tiny" / "run.json").write_text('{"requested": {"task": "chess"}}')
     copy_notebook("play", folder, run="demo-tiny", simulations=32)
-    with chromium() as page:
-        page.context.route(lambda url: "127.0.0.1" not in url, lambda route: route.abort())  # nothing may be fetched
-        play = Lab(page, address, "play", pictures)
-        play.open()
-        play.run_all()
-        play.wait_until_run()
-        page.locator("cg-board").scroll_into_view_if_needed()
-        page.wait_for_timeout(500)  # for what comes into sight
-        page.mouse.move(*square(page, "e2"))
-        page.mouse.down()
-        page.mouse.up()
-        page.wait_for_function("() => document.querySelectorAll('square.move-dest').length == 2")  # e3 and e4
-        page.mouse.down()
-        page.mouse.up()
-        board = position(page)
-        for number in range(6):
-            uci = min(str(one) for one in board.legal_moves if not one.promotion)
-            move(page, uci, drag=number % 2 == 0)
-            board = answered(page, board, uci)
-            assert board.fullmove_number == number + 2
-            assert page.locator("svg.chances rect").count() == 3 * (2 * number + 3)
-        page.locator("input.policy").check()
-        assert page.locator("svg.cg-shapes line").count() == 5, "arrows of the policy"
-        page.locator("select.map").select_option("threat")
-        assert page.locator("svg.cg-custom-below rect").count() == 64
-        assert page.locator(".key").inner_text().split() == ["0%", "50%", "100%"]
-        play.picture("1-game")
-        page.get_by_role("button", name="search here").click()
-        page.locator("input.search").check()
-        page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
-        play.picture("2-search")
-        page.locator("select.map").select_option("control")
-        assert page.locator(".key").inner_text().split() == ["theirs", "even", "ours"]
-        page.locator("select.map").select_option("")
-        page.get_by_role("button", name="take back").click()
-        page.wait_for_function("() => document.querySelectorAll('svg.chances rect').length == 33")
-        assert position(page).fullmove_number == 6
+    page.context.route(lambda url: "127.0.0.1" not in url, lambda route: route.abort())  # nothing may be fetched
+    play = Lab(page, address, "play", PICTURES)
+    play.open()
+    play.run_all()
+    play.wait_until_run()
+    page.locator("cg-board").scroll_into_view_if_needed()
+    page.wait_for_timeout(500)  # for what comes into sight
+    page.mouse.move(*square(page, "e2"))
+    page.mouse.down()
+    page.mouse.up()
+    page.wait_for_function("() => document.querySelectorAll('square.move-dest').length == 2")  # e3 and e4
+    page.mouse.down()
+    page.mouse.up()
+    board = position(page)
+    for number in range(6):
+        uci = min(str(one) for one in board.legal_moves if not one.promotion)
+        move(page, uci, drag=number % 2 == 0)
+        board = answered(page, board, uci)
+        assert board.fullmove_number == number + 2
+        assert page.locator("svg.chances rect").count() == 3 * (2 * number + 3)
+    page.locator("input.policy").check()
+    assert page.locator("svg.cg-shapes line").count() == 5, "arrows of the policy"
+    page.locator("select.map").select_option("threat")
+    assert page.locator("svg.cg-custom-below rect").count() == 64
+    assert page.locator(".key").inner_text().split() == ["0%", "50%", "100%"]
+    play.picture("1-game")
+    page.get_by_role("button", name="search here").click()
+    page.locator("input.search").check()
+    page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
+    play.picture("2-search")
+    page.locator("select.map").select_option("control")
+    assert page.locator(".key").inner_text().split() == ["theirs", "even", "ours"]
+    page.locator("select.map").select_option("")
+    page.get_by_role("button", name="take back").click()
+    page.wait_for_function("() => document.querySelectorAll('svg.chances rect').length == 33")
+    assert position(page).fullmove_number == 6
 
-        page.locator("input.start").fill("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1")
-        page.get_by_role("button", name="new game").click()
-        page.wait_for_selector(".matrixlib-board[data-fen^='8/4P1k1']")
-        move(page, "e7e8")
-        page.locator(".promotion button[title=rook]").wait_for()
-        page.locator(".promotion button[title=rook]").click()
-        board = answered(page, chess.Board("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"), "e7e8r")
+    page.locator("input.start").fill("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1")
+    page.get_by_role("button", name="new game").click()
+    page.wait_for_selector(".matrixlib-board[data-fen^='8/4P1k1']")
+    move(page, "e7e8")
+    page.locator(".promotion button[title=rook]").wait_for()
+    page.locator(".promotion button[title=rook]").click()
+    board = answered(page, chess.Board("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"), "e7e8r")
 
-        page.locator("input.start").fill("")
-        page.locator("select.side").select_option("black")
-        page.get_by_role("button", name="new game").click()
-        page.wait_for_selector(".matrixlib-board[data-fen*=' b ']")
-        board = position(page)
-        assert page.locator(".cg-wrap.orientation-black").count() == 1
-        move(page, "e7e5")
-        answered(page, board, "e7e5")
-        page.get_by_role("button", name="resign").click()
-        page.locator(".status", has_text="1-0, resigned").wait_for()
-        page.locator("summary", has_text="PGN").click()
-        assert '[Result "1-0"]' in page.locator(".matrixlib-board textarea").input_value()
-        play.picture("5-resigned")
+    page.locator("input.start").fill("")
+    page.locator("select.side").select_option("black")
+    page.get_by_role("button", name="new game").click()
+    page.wait_for_selector(".matrixlib-board[data-fen*=' b ']")
+    board = position(page)
+    assert page.locator(".cg-wrap.orientation-black").count() == 1
+    move(page, "e7e5")
+    answered(page, board, "e7e5")
+    page.get_by_role("button", name="resign").click()
+    page.locator(".status", has_text="1-0, resigned").wait_for()
+    page.locator("summary", has_text="PGN").click()
+    assert '[Result "1-0"]' in page.locator(".matrixlib-board textarea").input_value()
+    play.picture("5-resigned")
 
 
 SHOWN = """() => {
@@ -274,35 +258,3 @@ def wait_for_another(page: Page, before: str) -> str:
     """Until the board shows another position, or another network's words; these."""
     page.wait_for_function(f"before => ({SHOWN})() !== before", arg=before)
     return str(page.evaluate(SHOWN))
-
-
-def thinks(kernel: psutil.Process) -> bool:
-    """Whether a kernel computes, by its processor time: one that waits takes next to none."""
-    before = sum(kernel.cpu_times()[:2])
-    time.sleep(5)
-    return sum(kernel.cpu_times()[:2]) - before > 0.25
-
-
-def test_a_page_that_is_left_or_closed_ends_the_thinking(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
-    """Nobody would end a search of ten minutes otherwise; the kernel and its game stay."""
-    folder, address = lab
-    tiny_run(reports)
-    copy_notebook("play", folder, run="demo-tiny", simulations=0, seconds=600.0)
-    with chromium() as page:
-        play = Lab(page, address, "play", pictures)
-        for leave in (lambda: page.goto("about:blank"), page.close):
-            play.open()
-            play.run_all()
-            play.wait_until_run()
-            (kernel,) = (
-                process
-                for process in psutil.process_iter(["cmdline"])
-                if str(folder) in (line := " ".join(process.info["cmdline"] or ())) and "ipykernel" in line
-            )
-            page.get_by_role("button", name="search here").click()
-            page.wait_for_selector(".matrixlib-board[data-thinking=true]")
-            assert thinks(kernel)
-            leave()
-            deadline = time.monotonic() + START
-            while thinks(kernel):
-                assert time.monotonic() < deadline, "the network thinks on for a page that is gone"

@@ -19,12 +19,9 @@ from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 
 TINY: dict[str, Any] = {
-    "data": {"limit": 1024},
     "model": {"channels": 8, "blocks": 0},
-    "train": {"batch_size": 16, "statistics_interval": 1000},
-    "validation": {"interval": 1000, "sample": 64, "limit": 256},
-    "checkpoint": {"interval": 1000},
-    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+    "train": {"batch_size": 16},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
 }
 PAIR = {"A": ("demo", TINY), "B": ("demo", TINY)}
 

@@ -155,10 +155,8 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
     assert shown.pictures == 6
     assert len(re.findall(r"^ +search 16 +1 +100\.0", text, re.MULTILINE)) == 3, "a mate in one comes first"
     assert re.search(r"^mates +best capture +1 +0\.0", text, re.MULTILINE)
-    assert re.search(r"network 16 +network 4 ", text)
     assert (tmp_path / "played.pgn").read_text().count("[Event ") == 10
     if onnx.installed():
-        assert "differs from torch by" in text
         assert re.search(r"^ONNX int8 +\d", text, re.MULTILINE), text
         assert (tmp_path / "model.onnx").stat().st_size > (tmp_path / "model.int8.onnx").stat().st_size
 
@@ -182,24 +180,10 @@ def test_eval_takes_runs_of_other_tasks(reports: Path, tmp_path: Path) -> None:
         run_notebook("eval", run="latin-tiny", games=2)
 
 
-GAMES = """[White "Mated"]
-[Black "By the fool"]
-[Result "0-1"]
-
-1. f3 e5 2. g4 Qh4# 0-1
-
-[White "Scholar"]
-[Black "Pupil"]
-[Result "0-1"]
-
-1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4. Qxf7# 0-1
-
-[White "Légal"]
-[Black "Saint Brie"]
-[Result "1-0"]
-
-1. e4 e5 2. Nf3 d6 3. Bc4 Bg4 4. Nc3 g6 5. Nxe5 Bxd1 6. Bxf7+ Ke7 7. Nd5# 1-0
-"""  # the second result contradicts the board
+GAME = '[White "{}"]\n[Black "?"]\n[Result "{}"]\n\n{}\n\n'
+GAMES = GAME.format("Mated", "0-1", "1. f3 e5 2. g4 Qh4# 0-1")
+GAMES += GAME.format("Scholar", "0-1", "1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4. Qxf7# 0-1")  # which contradicts the board
+GAMES += GAME.format("Légal", "1-0", "1. e4 e5 2. Nf3 d6 3. Bc4 Bg4 4. Nc3 g6 5. Nxe5 Bxd1 6. Bxf7+ Ke7 7. Nd5# 1-0")
 
 
 @pytest.mark.slow

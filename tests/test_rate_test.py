@@ -20,10 +20,8 @@ from matrixlib.engine import rng
 def rate_test(trainer: Any, updates: int, source: Any = None) -> pd.Series:
     data: Any = ToyData(trainer.task, source or ToySource(20))
     data.teacher = None
-    found: pd.Series = definitions("train")["rate_test"](
-        SimpleNamespace(trainer=trainer, data=data, processes=1), updates
-    )
-    return found
+    run = SimpleNamespace(trainer=trainer, data=data, processes=1)
+    return pd.Series(definitions("train")["rate_test"](run, updates))
 
 
 def test_it_leaves_everything_as_it_was(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from matrixlib import config
-from matrixlib.config import ConfigError, read_yaml_file
+from matrixlib.config import ConfigError
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
@@ -321,11 +321,10 @@ def test_sizes_at_fixed_budgets_give_both_laws(swept: Any) -> None:
         best = 16 if spent < 2 * budget else 32
         return 2 + abs(math.log2(overrides["model"]["channels"] / best)) + budget / spent
 
-    widths = (8, 16, 32, 64)
-    configs = {width: load_config("demo", {"model": {"channels": width}}) for width in widths}
+    configs = {width: load_config("demo", {"model": {"channels": width}}) for width in (8, 16, 32, 64)}
     costs = {w: get_task("chess").training_flops(one) * one.train.batch_size for w, one in configs.items()}
     budget = 1000 * costs[16]
-    space = {"model.channels": list(widths)}
+    space = {"model.channels": list(costs)}
     shown, _ = swept(loss, space=space, compute=[budget, 4 * budget], steps=0, overrides={})
     for trial in shown.values["trials"]:
         assert trial.user_attrs["updates"] == round(trial.params["compute"] / costs[trial.params["model.channels"]])
@@ -368,16 +367,14 @@ def test_a_configuration_that_fails_is_told_in_short_and_a_full_disk_ends_the_sw
 
 def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for = definitions("sweep")["wait_for"]
-    folder = reports / "one"
-    folder.mkdir(parents=True)
-    lock = FileLock(folder / "lock", thread_local=False)
-    lock.acquire()
     monkeypatch.setattr(record, "ORPHAN_SECONDS", 0.01)
-    with pytest.raises(FolderError, match="end it"):
-        wait_for("one", 0.3)
-    threading.Timer(0.2, lock.release).start()
-    wait_for("one")
-    assert not lock.is_locked
+    (reports / "one").mkdir(parents=True)
+    with FileLock(reports / "one" / "lock", thread_local=False) as lock:
+        with pytest.raises(FolderError, match="end it"):
+            wait_for("one", 0.3)
+        threading.Timer(0.2, lock.release).start()
+        wait_for("one")
+        assert not lock.is_locked
 
 
 # Real trainings
@@ -405,16 +402,11 @@ def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
     process.kill()
     process.join()
     first = (other / "sweep-demo-000-s0" / "summary.json").read_bytes()
-    shown = run_notebook("sweep", device="cpu", overrides=FOUR)
-    folder = shown.values["folder"]
+    values = run_notebook("sweep", device="cpu", overrides=FOUR).values
     assert (other / "sweep-demo-000-s0" / "summary.json").read_bytes() == first, "what had ended stays"
     for name in ("table.csv", "table.json", "best.yaml"):
-        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
-
-    preset = read_yaml_file(folder / "best.yaml", "best")
-    assert preset["train"] == {"steps": 15, "minutes": 1.0, "batch_size": 32, "statistics_interval": 20}, "no default"
-    name = shown.values["names"](shown.values["best"].number)[0]
-    requested = config.dump(load_config(str(folder / "best.yaml")))
-    assert requested == read_json(other / name / "run.json")["requested"]
-    with closing(runs.open_run(str(folder / "best.yaml"))) as current:
+        assert (values["folder"] / name).read_bytes() == (whole / name).read_bytes(), name
+    best, name = str(values["folder"] / "best.yaml"), values["names"](values["best"].number)[0]
+    assert config.dump(load_config(best)) == read_json(other / name / "run.json")["requested"]
+    with closing(runs.open_run(best)) as current:
         assert next(iter(current.train())).step == 1

@@ -14,12 +14,10 @@ from matrixlib.runs import tensorboard
 
 pytest.importorskip("tensorboardX")
 TINY: dict[str, Any] = {
-    "data": {"limit": 512},
-    "model": {"channels": 8, "blocks": 1},
-    "train": {"steps": 6, "batch_size": 16, "micro_batch": 16},
+    "train": {"steps": 6, "batch_size": 16},
     "validation": {"interval": 3, "sample": 32, "limit": 64},
     "checkpoint": {"interval": 2},
-    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
 }
 
 
