@@ -147,11 +147,7 @@ def test_papermill_passes_parameters_shows_whole_tables_and_short_warnings(tmp_p
     assert text == "warning: the loader is late\na.py:3: UserWarning: x\nwarning: ours\n", "no cell, no path of ours"
 
 
-ERRORS = """
-from pathlib import Path
-from matrixlib.engine import checkpoint
-checkpoint.Checkpoints(Path("."), 1)
-"""
+ERRORS = "from matrixlib.runs import compare\ncompare.train_arms({}, seeds=0)"
 FAILED = "notebook.Verdict().show()"
 FOREIGN = "def inner():\n    return int('x')\ninner()"
 FIGURE = "from matplotlib.figure import Figure\nFigure().subplots().figure"
