@@ -136,10 +136,8 @@ class LatinOnnx(onnx.OnnxModule):
 
 
 def export(model: LatinNet, path: Path | str) -> onnx.OnnxFile:
-    """Write a network for Latin squares as ONNX; errors as of `engine.onnx.export`.
-
-    Compared inside the grids, over all sizes and modes and batches of 1 and 3.
-    """
+    """Write a network for Latin squares as ONNX; errors as of `engine.onnx.export`. Compared inside the grids, over all
+    sizes and modes and batches of 1 and 3."""
     sizes = range(3, SIDE + 1)
     return onnx.export(LatinOnnx(model), path, [puzzles(rows, size, seed=0) for size in sizes for rows in (1, 3)])
 

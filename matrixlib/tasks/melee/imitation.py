@@ -163,15 +163,7 @@ def mean(values: np.ndarray) -> float:
 def checks(figures: Mapping[str, Any]) -> list[Check]:
     """What holds of any network that has learned something, and of data that give nothing away."""
     total, leak = figures["total"], figures["leak"]
-    return [
-        (
-            "held-out log-loss below a constant predictor's",
-            total["nll"] < total["constant"],
-            f"{total['nll']:.3f} nats a frame, {total['constant']:.3f}",
-        ),
-        (
-            "no leak",
-            leak["at_onsets"] <= MAX_LEAK * leak["anywhere"],
-            f"the action has just changed at {leak['at_onsets']:.1%} of the onsets, in {leak['anywhere']:.1%} of all",
-        ),
-    ]
+    better, honest = total["nll"] < total["constant"], leak["at_onsets"] <= MAX_LEAK * leak["anywhere"]
+    nats = f"{total['nll']:.3f} nats a frame, {total['constant']:.3f}"
+    text = f"the action has just changed at {leak['at_onsets']:.1%} of the onsets, in {leak['anywhere']:.1%} of all"
+    return [("held-out log-loss below a constant predictor's", better, nats), ("no leak", honest, text)]

@@ -71,9 +71,8 @@ def import_replays(
 ) -> ImportReport:
     """Import replays and folders of replays into a folder of shards; what had been imported is not done again.
 
-    Damaged ones are refused (`data.imports.quarantined` names them), those that are no game of two people left out;
-    both are counted. Options as of `data.imports.import_each`. ValueError for a path without replays, and where
-    peppi-py is missing.
+    Damaged ones are refused (`data.imports.quarantined` names them), those that are no game of two people left out.
+    Options as of `data.imports.import_each`. ValueError for a path without replays, and where peppi-py is missing.
     """
     named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     replays = {path: _replays(path) for path in named}

@@ -106,18 +106,16 @@ class MeleeOnnx(onnx.OnnxModule):
         return logits, choices, *after
 
     def metadata(self) -> dict[str, str]:
-        """As JSON: what each number of `numeric` and of `choices` is, the least and the greatest `delay` in frames that
-        the network was trained with (its input is in units of `delay_unit`)."""
+        """As JSON: what each number of `numeric` and of `choices` is; the range of `delay` in frames, as input in units
+        of `delay_unit`."""
         choices = [*BUTTONS, *AXES, "shoulder"]
         facts = {"numeric": features.INPUTS, "choices": choices, "delay": self._delays, "delay_unit": DELAYS}
         return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
 def export(model: MeleeNet, task: Any, path: Path | str) -> onnx.OnnxFile:
-    """Write a network for Melee as ONNX, with the delays that it was trained with; errors as of `engine.onnx.export`.
-
-    Compared over games of three frames at random, one and four at a time, sampled and not.
-    """
+    """Write a network for Melee as ONNX; errors as of `engine.onnx.export`. Compared over games of three frames at
+    random, one and four at a time, sampled and not."""
     module = MeleeOnnx(copy.deepcopy(model).cpu().float().eval(), task)
     return onnx.export(module, path, [inputs for rows in (1, 4) for inputs in frames(module, rows, 3)])
 
