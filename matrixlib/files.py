@@ -154,7 +154,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically and durably: temporary name, fsync, rename, fsync of the folder.
 
-    The temporary name is this process's own: two runs may write the index of the reports at once.
+    The temporary name is this process's own: two may write the same file at once.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -407,9 +407,9 @@ def test_a_shard_of_strange_meta_data_is_left_out(
 ) -> None:
     filled(tmp_path)
     full = shards._full_meta
-    with monkeypatch.context() as patch, open(tmp_path / "n.npz", "wb") as file:
+    with monkeypatch.context() as patch:
         patch.setattr(shards, "_full_meta", lambda layout, batch, meta: full(layout, batch, meta) | facts)
-        shards._write(file, LAYOUT, toy_batch(9), META)
+        (tmp_path / "n.npz").write_bytes(shards.pack_shard(LAYOUT, toy_batch(9), META))
     assert names(Catalogue(tmp_path), state=None) == ["a.npz", "b.npz", "v.npz"]
 
 

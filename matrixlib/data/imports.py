@@ -37,7 +37,7 @@ from matrixlib.progress import live_bar
 
 LOCK = "import.lock"
 COMPRESSED = (".gz", ".bz2", ".zst")
-OURS = (".npz.quarantined", ".npz.tmp")  # ends of what the catalogue and imports keep beside shards
+OURS = (".npz.quarantined", ".tmp")  # ends of what the catalogue and imports keep beside shards
 ALONE_SECONDS = 2.0  # after which worker processes are started
 Faults = Callable[[Batch], Mapping[str, np.ndarray]]  # sent to workers
 

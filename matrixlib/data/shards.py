@@ -10,7 +10,6 @@ import io
 import json
 import math
 import mmap
-import os
 import struct
 import tokenize
 import zipfile
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.lib import format as npy
 
-from matrixlib.files import sync_folder
+from matrixlib.files import remove_leftovers, write_bytes
 
 BLOCK = 4096  # records in a block
 FORMAT = 1  # version of the container; a layout has a version of its own
@@ -204,39 +203,28 @@ def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[st
     Raises ValueError if the batch is empty or not of this layout.
     """
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            full = _write(file, layout, batch, meta)
-            file.flush()
-            os.fsync(file.fileno())
-        info = ShardInfo(path, full["count"], temporary.stat().st_size, file_hash(temporary), full)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-    return info
+    data, full = _pack(layout, batch, meta)
+    remove_leftovers(path)
+    write_bytes(path, data)
+    return ShardInfo(path, full["count"], len(data), hashlib.sha256(data).hexdigest(), full)
 
 
 def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
     """The bytes of the file that `write_shard` writes, for a machine that does not have the folder."""
-    file = io.BytesIO()
-    _write(file, layout, batch, meta)
-    return file.getvalue()
+    return _pack(layout, batch, meta)[0]
 
 
-def _write(file: BinaryIO, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a shard; returns all of its meta data."""
+def _pack(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    """(the bytes of a shard, all of its meta data)."""
     check(batch, layout)
-    full = _full_meta(layout, batch, meta)
+    full, file = _full_meta(layout, batch, meta), io.BytesIO()
     text = json.dumps(full, sort_keys=True, allow_nan=False).encode()
     arrays = {name: batch[name] for name, _ in layout.members()}
     arrays |= {"block_crc": _block_crcs(batch, layout), "meta": np.frombuffer(text, np.uint8)}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             _write_member(archive, file, name, array)
-    return full
+    return file.getvalue(), full
 
 
 def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[str, Any]:
