@@ -1,7 +1,7 @@
-"""Curriculum: which part of the task's data an update is drawn from, over any number of named dimensions.
+"""Curriculum: which part of the task's data an update is drawn from, over any number of dimensions, each with stages.
 
-Each dimension has stages. A *phase* is one combination of stages; the next phase begins where any dimension goes
-on to its next stage. Phases end at shares of the updates, or when a metric of the validations is good enough.
+A *phase* is one combination of stages; the next begins where any dimension goes on to its next stage. Phases end at
+shares of the updates, or when a metric of the validations is good enough.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term
 
 
 class CurriculumConfig(Section):
-    """The engine's part of a curriculum; a task adds its dimensions, sections with `enabled`, `fractions`
-    and `stages`.
-    """
+    """The engine's part of a curriculum; a task adds its dimensions, each a `StagesConfig`."""
 
     kind: Literal["fractions", "adaptive"] = option(
         "fractions", "stages end at shares of the updates, or when `metric` is good enough"
@@ -114,14 +112,12 @@ def phases(dimensions: Mapping[str, StagesConfig]) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-STATE = ("phase", "history", "_next", "_validations", "_good", "_bad", "_falls")
-"""What a curriculum keeps in a checkpoint."""
+STATE = ("phase", "history", "_next", "_validations", "_good", "_bad", "_falls")  # in a checkpoint
 
 
 class Curriculum:
-    """A state machine over update counts and validation metrics, which knows no clock and no random number.
-
-    phase: number of the phase in force. history: (update, phase) of every change, the first being (0, 0).
+    """A state machine over update counts and validation metrics. phase: number of the one in force. history: (update,
+    phase) of every change, the first being (0, 0).
     """
 
     def __init__(self, config: CurriculumConfig, dimensions: Mapping[str, StagesConfig]) -> None:
@@ -145,9 +141,8 @@ class Curriculum:
     def record(self, values: Mapping[str, float]) -> None:
         """Take in the losses and metrics of a validation on data of the phase in force; only `adaptive` looks at them.
 
-        The phase ends after `patience` validations in a row at `up` or better, and falls back after as many
-        worse than `down`; values in between count for neither. Better is more of a metric and less of a loss.
-        A phase that proved too hard is entered again only after twice as many good validations, so that two
+        The phase ends after `patience` validations in a row at `up` or better, and falls back after as many worse than
+        `down`. A phase that proved too hard is entered again only after twice as many good validations, so that two
         phases never alternate. Raises ValueError for an unknown name.
         """
         if self.config.kind != "adaptive":

@@ -15,10 +15,7 @@ from matrixlib.hardware import backend
 
 @dataclass(frozen=True)
 class Streams:
-    """State of every stream that a model or a task could draw from in the main process.
-
-    Loaders draw from streams of their own, keyed by batch index, so they are not here.
-    """
+    """State of every stream that a model or a task could draw from in the main process; loaders have their own."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]

@@ -21,10 +21,8 @@ from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
 from matrixlib.hardware.runtime import Runtime
 
-ROWS = 8
-"""Of an update that is compared: enough for every term to have a target."""
-MAX_OVERFLOWS = 20
-"""Updates in which fp16 may look for its loss scale."""
+ROWS = 8  # of an update that is compared: enough for every term to have a target
+MAX_OVERFLOWS = 20  # updates in which fp16 may look for its loss scale
 WEIGHT_NOISE = 0.02
 """Added to fresh weights: heads begin at zero, and a network behind them would have no gradient to compare."""
 TOLERANCE = {True: (2e-3, 0.05), False: (0.1, 0.6)}
@@ -102,9 +100,7 @@ def _update(
 def _difference(
     stats: Stats, gradients: dict[str, Tensor], wanted: Stats, right: dict[str, Tensor], loss: float, gradient: float
 ) -> str:
-    """What is wrong with an update beside another of the same rows, in words; "" where they agree. loss, gradient:
-    relative tolerances.
-    """
+    """What is wrong with an update beside another of the same rows; loss, gradient: relative tolerances."""
     if not stats.finite:
         return stats.detail or "the loss scale fell without end"
     norms = {name: float(value.norm()) for name, value in right.items()}

@@ -87,11 +87,9 @@ class Signals:
 def deferred() -> Iterator[Signals]:
     """SIGINT and SIGTERM inside the block raise KeyboardInterrupt and Terminated where `check` is called, and SIGINT at
     its end. A second SIGINT raises at once, and another SIGTERM seconds later ends the process: one right after the
-    first is the same wish, as schedulers signal every process of a job, and launchers pass it on.
-
-    A generator that is closed within the block raises them, too: to whoever calls its `close`. (Where a `break` drops
-    the last reference Python only prints it.) Generators may be closed in any order.
-    Only the main thread gets signals, so elsewhere nothing changes.
+    first is the same wish, as launchers pass on what schedulers send to every process of a job. A generator that is
+    closed within the block raises them to whoever calls its `close`; generators may be closed in any order. Only the
+    main thread gets signals, so elsewhere nothing changes.
     """
     signals = Signals()
     if threading.current_thread() is threading.main_thread():

@@ -168,18 +168,15 @@ class State:
     @classmethod
     def from_dict(cls, config: Any, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`; `config` may be another. Raises ValueError naming keys that are missing or unknown."""
-        names = {f.name for f in fields(cls)} - {"config"}
-        if odd := sorted(names ^ set(data)):
-            kind = cls.__name__.lower()
-            raise ValueError(f"{kind} state of the checkpoint is of another version: {', '.join(odd)}")
+        if odd := sorted({f.name for f in fields(cls)} - {"config"} ^ data.keys()):
+            raise ValueError(f"{cls.__name__} of the checkpoint is of another version: {', '.join(odd)}")
         return cls(config, **copy.deepcopy(dict(data)))
 
 
 @dataclass
 class RateLimiter(State):
-    """Lets one message of each kind through in an interval, with how often it came since the last. In the checkpoint.
-
-    config: the interval, in updates. since: update at which a kind was let through last. again: how often since then.
+    """Lets one message of each kind through in an interval (config, in updates), with how often it came since the last.
+    since: update at which a kind was let through last. again: how often since then.
     """
 
     config: int
@@ -205,7 +202,5 @@ class RateLimiter(State):
 
 def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:
     """median and p95 (nearest rank) of gradient norms; empty without values."""
-    if not norms:
-        return {}
     ordered = sorted(norms)
-    return {"median": median(ordered), "p95": ordered[math.ceil(0.95 * len(ordered)) - 1]}
+    return {"median": median(ordered), "p95": ordered[math.ceil(0.95 * len(ordered)) - 1]} if ordered else {}

@@ -85,9 +85,9 @@ class Step:
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
         plain.train()
-        low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
-        if low:
-            raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
+        for name, tensor in optim.named_tensors(plain).items():
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(f"{name} is in half precision; build networks in fp32, of which autocast takes care")
         self.ranks = ranks
         self.side_optimizer = optim.side_optimizer(plain)
         if self.sharded and self.side_optimizer is not None:
@@ -214,8 +214,7 @@ class Step:
             self.gate.freeze(checkpoint.step - 1)
 
     def _plan(self, batch: Batch) -> UpdatePlan:
-        factor = self.gate.factor(self.update)
-        gated = self.gated
+        factor, gated = self.gate.factor(self.update), self.gated
         active = (self.active if factor else self.active - gated) - self.off
         until = self.gate.rows(rows(batch), self.micro_batch) if gated & active else rows(batch)
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
@@ -350,11 +349,9 @@ class Step:
 
     def _accumulate(self, batch: Batch, plan: UpdatePlan, timed: bool = True) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; sums of losses and metrics on the device."""
-        sums: dict[str, Tensor] = {}
-        size = rows(batch)
+        sums, size, started = dict[str, Tensor](), rows(batch), time.monotonic()
         # of ranks all ask for the totals together, before one may run out of memory
         total = plan.totals[""] if self.ranks.size > 1 else size
-        started = time.monotonic()
         for start, stop in self.reducer.passes(size, total, self.micro_batch):
             part = slice_batch(batch, start, stop)
             active = frozenset(plan.weights) if start < plan.until else plan.main
@@ -389,9 +386,7 @@ class Step:
         return {name: value.detach() for name, value in (losses | metrics).items()}
 
     def _first_nonfinite(self, batch: Batch, plan: UpdatePlan) -> str:
-        """Replay the update with a check on every module; the first that went bad, in words. Gradients and buffers
-        are left as the replay makes them: the update moves nothing.
-        """
+        """Replay the update, which moves nothing, with a check on every module; the first that went bad, in words."""
         compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
         optim.copy_tensors(self._buffers, self._before)
         after = rng.capture(self.runtime.torch_device)

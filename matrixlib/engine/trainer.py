@@ -132,10 +132,8 @@ class Trainer:
         self._extra[name] = float(value)
 
     def resume(self) -> int:
-        """Go on from the newest whole checkpoint; returns its update count, 0 where there is none.
-
-        metrics.jsonl is cut back to it. Raises CheckpointError when every checkpoint is damaged or the newest
-        whole one is of another model.
+        """Go on from the newest whole checkpoint, to which metrics.jsonl is cut back; its update count, 0 without one.
+        Raises CheckpointError when every checkpoint is damaged or the newest whole one is of another model.
         """
         checkpoint = newest(self.ranks, self.checkpoints)
         if checkpoint is None:
@@ -146,16 +144,13 @@ class Trainer:
             self._restore(checkpoint)
             self._chunk = Chunk(**checkpoint.state["chunk"])  # a rollback keeps the chunk that memory needs now
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(
-                f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring "
-                "back the configuration it was made with"
-            ) from error
+            text = f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring back"
+            raise CheckpointError(f"{text} the configuration it was made with") from error
         self.task.set_chunk(self.model, self._chunk.rows)
         return checkpoint.step
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin with these weights (names of the model's state) instead of random ones, the averaged ones too.
-
         ValueError where updates have been made already, or where the names are not those of this model.
         """
         if self.step:
@@ -189,8 +184,8 @@ class Trainer:
         self._memory.begin()
         self.write_heartbeat("training", force=True)
         self._advance()
-        # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
-        # while a picture is drawn would else end this generator from outside, and nobody would hear what was saved.
+        # Around the saving and what the caller does with the stats, too: an interrupt that comes while a picture is
+        # drawn would else end this generator from outside, and nobody would hear what was saved.
         with deferred() as signals:
             yield from self._loop(self.steps if stop is None else min(stop, self.steps), signals)
 
@@ -422,7 +417,6 @@ class Trainer:
 
     def save(self, best: float | None = None, renew: bool = True) -> Path:
         """Write a checkpoint in the background, between two updates; of a sharded network all ranks have a part in it.
-
         best: the validation loss that makes it the best one. renew: make the averaged weights' statistics anew.
         """
         assert self._between_updates, "a half-made update cannot be saved"
