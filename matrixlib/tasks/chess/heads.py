@@ -43,12 +43,8 @@ class Head(ABC):
         """Metrics by name, (B,) each; their means are logged as `<head>/<name>`."""
         return {}
 
-    def count(self, batch: Batch) -> int:
-        """Rows that give a loss: those without hidden squares."""
-        return int(losses.plain_rows(batch).sum())
-
     def loss(self, outputs: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        """Sum of `row_losses` over the rows of `count`, and sums of the metrics."""
+        """Sum of `row_losses` over the rows without hidden squares, and sums of the metrics."""
         output, target = outputs[self.name], batch[self.name]
         metrics = self.row_metrics(output, target)
         return losses.sums(self.row_losses(output, target), losses.plain_rows(batch), metrics)

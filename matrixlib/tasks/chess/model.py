@@ -29,12 +29,11 @@ from matrixlib.tasks.chess.blocks import (
     recomputed,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
-from matrixlib.tasks.chess.planes import move_keys
+from matrixlib.tasks.chess.planes import PLANES, move_keys
 
 if TYPE_CHECKING:
     from matrixlib.tasks.chess.heads import Head
 
-PLANES = 19
 MOVE_PLANES = 73
 MOVES = SQUARES * MOVE_PLANES
 AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
@@ -279,11 +278,6 @@ class PolicyValueNet(nn.Module):
     def parts(self) -> list[nn.Module]:
         """What a network that is cut over ranks gathers one at a time."""
         return list(self.tower) if self.own_trunk is None else [self.own_trunk]
-
-    def trunk_parameters(self) -> list[nn.Parameter]:
-        """The parameters that all heads share."""
-        parts = [self.stem, self.tower, self.features] if self.own_trunk is None else [self.own_trunk]
-        return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def trunk(self, planes: Tensor, stream: list[Tensor] | None = None) -> Tensor:
         """Features (B, C, 8, 8) that all heads share. stream: gets what goes into the blocks and what comes out of each

@@ -84,7 +84,7 @@ class ChessTask:
             terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _plain)
             if teacher.features:
                 terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _plain, None)
-        terms |= {head.name: Term(head.weight, head.loss, head.count, None) for head in self.heads}
+        terms |= {head.name: Term(head.weight, head.loss, _plain, None) for head in self.heads}
         for term, function in self.loss_functions.items():
             weight, count = terms[term][::2] if term in terms else (1.0, _plain)
             terms[term] = Term(weight, partial(_own_loss, term, function), count, None)
@@ -363,7 +363,7 @@ class ChessTask:
         # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows
         # do, but its own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
-        theirs = maps[:, device_table(_swapped_classes, str(maps.device))] if name == "piece" else maps
+        theirs = maps[:, device_table(ssl.SWAPPED.tolist, str(maps.device))] if name == "piece" else maps
         return torch.where(black, theirs, maps.flip(2))
 
 
@@ -418,10 +418,6 @@ def device_table(make: Callable[..., Any], device: str, *arguments: str) -> Tens
     """A table on a device, copied there once; no inference tensor, which training could not use."""
     with torch.inference_mode(False):
         return torch.as_tensor(make(*arguments)).to(device)
-
-
-def _swapped_classes() -> np.ndarray:
-    return ssl.SWAPPED.astype(np.int64)
 
 
 def _padded(values: np.ndarray, offset: np.ndarray, fill: float, kind: type[np.generic]) -> np.ndarray:

@@ -79,9 +79,6 @@ def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sum
     return sums(-(teacher * log_p).sum(1) - entropy(teacher), rows, {"accuracy": same})
 
 
-# Features: what blocks add to the stream, compared by centred kernel alignment
-
-
 def pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
     """(block of the student, block of the teacher), of networks with so many blocks: as given, or the student's blocks
     at the same depths in the teacher. ValueError where there is no such block.
@@ -124,9 +121,6 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
     return centred / centred.norm().clamp(min=EPS)
 
 
-# The temperature that softens teacher and student
-
-
 class LearnedTemperature(SGDParameters):
     """T = 1 + 4 sigmoid(raw), which rises where that makes the student's task harder (CTKD, Li et al. 2022,
     arXiv:2211.16231): its gradient is reversed, and multiplied by a factor that begins at 0.
@@ -157,9 +151,6 @@ def scheduled(config: TeacherConfig, progress: float) -> float:
     if config.schedule != "linear":
         return config.temperature
     return config.temperature + (config.final_temperature - config.temperature) * progress
-
-
-# Outputs that are kept
 
 
 def packed(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:

@@ -181,7 +181,7 @@ def _asked(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: ChessT
     parts = []
     for start in range(0, len(places), ROWS):
         part = {name: torch.from_numpy(array[start : start + ROWS]) for name, array in inputs.items()}
-        out = {name: value.numpy() for name, value in teacher.ask(part).items()}
-        wdl = out.get("teacher_wdl", np.zeros((len(part["pieces"]), 3), np.float32))
-        parts.append(packed(out["teacher_policy"], wdl, part["policy_index"].numpy()))
+        out = teacher.ask(part)
+        wdl = out.get("teacher_wdl", torch.zeros(len(part["pieces"]), 3))
+        parts.append(packed(*(tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"]))))
     return np.concatenate(parts)

@@ -20,10 +20,9 @@ MAGIC = b"\x0d\xc0\x01\0\0"
 EPS = 1e-5
 MAX_BYTES = 1 << 30  # of what a file unpacks to
 LINEAR16 = 1
-CLASSICAL, SE, CLASSICAL_HEADS, SE_HEADS = range(1, 5)  # `network`
 FORMATS = {  # field, and the values that are supported
     "input": (1, (0, 1)),
-    "network": (3, (0, CLASSICAL, SE, CLASSICAL_HEADS, SE_HEADS)),
+    "network": (3, (0, 1, 2, 3, 4)),  # without and with squeeze-and-excitation; of 3 and 4 the heads are told apart
     "policy": (4, (0, 1, 2)),
     "value": (5, (0, 1, 2)),
     "activation": (7, (0,)),
@@ -103,7 +102,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 def parse(net: Message) -> Arrays:
     """The arrays in a message `Net`, as `read` gives them."""
-    network, policy = _format(net.message(4))
+    policy = _format(net.message(4))
     weights = net.message(10)
     if not weights.fields:
         raise ValueError("it has no weights")
@@ -113,7 +112,7 @@ def parse(net: Message) -> Arrays:
         block, name = weights.message(2, number), f"tower.{number}"
         arrays |= _convolution(f"{name}.conv1", block.message(1), filters, 3)
         arrays |= _convolution(f"{name}.conv2", block.message(2), filters, 3)
-        if network in (SE, SE_HEADS):
+        if block.message(3).fields:
             arrays |= _dense(f"{name}.reduce", block.message(3), 1) | _dense(f"{name}.expand", block.message(3), 3)
     if policy == 2:
         arrays |= _convolution("policy1", weights.message(11), filters, 3)
@@ -127,11 +126,11 @@ def parse(net: Message) -> Arrays:
     return arrays
 
 
-def _format(message: Message) -> tuple[int, int]:
-    """(network, policy); ValueError names what is not supported."""
+def _format(message: Message) -> int:
+    """The form of the policy; ValueError names what is not supported."""
     form, encoding = message.message(2), message.integer(1)
     found = {name: form.integer(field) for name, (field, _) in FORMATS.items()}
-    if found["network"] in (0, CLASSICAL, SE):  # from before there were several heads
+    if found["network"] < 3:  # from before there were several heads
         found |= {"policy": 1, "value": 1}
     bad = [NAMES.get(one, "{} format {}".format(*one)) for one in found.items() if one[1] not in FORMATS[one[0]][1]]
     if bad := bad + [f"weights in encoding {encoding}"] * (encoding not in (0, LINEAR16)):
@@ -139,7 +138,7 @@ def _format(message: Message) -> tuple[int, int]:
             f"it has {', '.join(bad)}: not supported. Residual networks with 112 classical planes, ReLU, a classical "
             "or convolutional policy and 16-bit weights are"
         )
-    return found["network"], found["policy"]
+    return found["policy"]
 
 
 def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
@@ -155,9 +154,8 @@ def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
         part if len(part) else np.full(outputs, default)
         for part, default in zip(parts, (0.0, 0.0, 1 - EPS, 1.0, 0.0), strict=True)
     )
-    if not (variance > -EPS).all():
-        raise ValueError(f"{name} has a negative variance")
-    scale = gamma / np.sqrt(variance + EPS)
+    with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is named by `parse`
+        scale = gamma / np.sqrt(variance + EPS)
     folded = weights.reshape(outputs, -1) * scale[:, None]
     return {
         f"{name}.weight": folded.reshape(outputs, inputs, kernel, kernel).astype(np.float32),
@@ -181,10 +179,7 @@ def _layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
     layer = message.message(number)
     if layer.integer(4) not in (0, LINEAR16):
         raise ValueError(f"{name} is in encoding {layer.integer(4)}: not supported, only 16-bit linear weights")
-    params = layer.chunk(3)
-    if len(params) % 2:
-        raise ValueError(f"{name} ends within a number")
     low, high = (np.frombuffer(layer.chunk(bound) or bytes(4), "<f4")[0] for bound in (1, 2))
     with np.errstate(all="ignore"):  # what is not finite is named by `parse`
-        values = np.frombuffer(params, "<u2").astype(np.float32) / np.float32(65535) * (high - low) + low
+        values = np.frombuffer(layer.chunk(3), "<u2").astype(np.float32) / np.float32(65535) * (high - low) + low
     return values.astype(np.float64)
