@@ -55,14 +55,9 @@ def test_limits_and_shares_stand_beside_the_figures() -> None:
     assert shown.loc["free"].tolist() == ["4 s", "", "", ""]
 
 
-def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)
-    monkeypatch.setattr(machine, "facts", lambda: DeviceFacts(cores=16, gpu=gpu))
-    assert NOTEBOOK["machine_name"]("cuda") == "nvidia-h200"
-    assert NOTEBOOK["machine_name"]("cpu").endswith("-16-cores")
-
-
-def test_an_update_has_as_many_rows_as_its_work_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_has_as_many_rows_as_its_work_allows_on_a_machine_with_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(NOTEBOOK["UPDATE_FLOPS"], "cpu", 5e8)
     config = load_config("demo", {"runtime": {"device": "cpu"}})
     chosen = resolve(config.runtime, config.train, config.data)
@@ -70,6 +65,10 @@ def test_an_update_has_as_many_rows_as_its_work_allows(monkeypatch: pytest.Monke
     assert update.flops is not None
     assert update.rows * update.flops <= 5e8 < 2 * update.rows * update.flops
     assert NOTEBOOK["Update"](chosen, "demo", {}, rows=8).rows == 8
+    gpu = Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)
+    monkeypatch.setattr(machine, "facts", lambda: DeviceFacts(cores=16, gpu=gpu))
+    assert NOTEBOOK["machine_name"]("cuda") == "nvidia-h200"
+    assert NOTEBOOK["machine_name"]("cpu").endswith("-16-cores")
 
 
 def test_what_was_measured_before_a_failure_is_kept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:

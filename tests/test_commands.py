@@ -59,7 +59,6 @@ TINY: dict[str, Any] = {  # over the demo
     "checkpoint": {"interval": 8},
     "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
 }
-HEADER = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl"
 
 
 def replaced(text: str) -> str:
@@ -87,15 +86,14 @@ def random_games(count: int, plies: int) -> list[chess.pgn.Game]:
         board = chess.Board()
         while board.ply() < plies and not board.is_game_over():
             board.push(drawn.choice(list(board.legal_moves)))
-        game = chess.pgn.Game.from_board(board)
-        game.headers["Result"] = board.result() if board.is_game_over() else "1-0"
-        games.append(game)
+        games.append(chess.pgn.Game.from_board(board))
+        games[-1].headers["Result"] = board.result() if board.is_game_over() else "1-0"
     return games
 
 
 def puzzles(games: list[chess.pgn.Game]) -> str:
     """A move of each game as a puzzle in the form of Lichess: the position before the opponent's move, both moves."""
-    rows = [HEADER]
+    rows = ["PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl"]
     for i, game in enumerate(games):
         board, moves = game.board(), list(game.mainline_moves())
         for move in moves[:20]:

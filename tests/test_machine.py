@@ -1,5 +1,6 @@
 """Facts of machines, read from the files that the operating system shows of them; how fast they are."""
 
+import inspect
 import subprocess
 import sys
 import time
@@ -129,17 +130,12 @@ def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> 
 def test_calls_take_turns_and_the_median_is_of_those_after_a_warm_up() -> None:
     order: list[str] = []
     waits = iter([0.05, 0.0, 0.0, 0.0])
-    works = {"a": lambda: time.sleep(next(waits)), "b": lambda: order.append("b")}
-    medians = speed.turns({**works, "c": lambda: order.append("c")}, 0.0)
+    works = {"a": lambda: time.sleep(next(waits)), "b": lambda: order.append("b"), "c": lambda: order.append("c")}
+    medians = speed.turns(works, 0.0)
     assert order == ["b", "c"] * (1 + speed.MIN_CALLS)
-    assert medians.keys() == {"a", "b", "c"}
     assert medians["a"] < 0.04
-
-
-def test_short_calls_warm_up_ten_times_and_count_two_hundred_times() -> None:
-    calls: list[None] = []
-    speed.turns({"a": lambda: calls.append(None)}, 10.0)
-    assert len(calls) == speed.WARM_CALLS + speed.MAX_CALLS == 210
+    speed.turns({"b": works["b"]}, 10.0)
+    assert len(order) - 2 * (1 + speed.MIN_CALLS) == speed.WARM_CALLS + speed.MAX_CALLS == 210
 
 
 def test_rates_are_of_data_and_leave_threads_and_random_streams_alone() -> None:
@@ -148,7 +144,7 @@ def test_rates_are_of_data_and_leave_threads_and_random_streams_alone() -> None:
     noise = speed._noise("cpu", torch.bfloat16, 64, 64)
     assert noise.dtype == torch.bfloat16
     assert 0.8 < float(noise.float().std()) < 1.2
-    assert all(gain > 0 for gain in speed.bf16_gain("cpu", seconds=0.05))
+    assert all(gain > 0 for gain in inspect.unwrap(speed.bf16_gain)("cpu", seconds=0.05))
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), stream)
 
@@ -168,7 +164,8 @@ def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
 
     monkeypatch.setattr(speed, "_product", product)
     monkeypatch.setattr(speed, "_best", lambda kinds, seconds: dict.fromkeys(kinds, tflops * 1e3))
-    assert speed.matrix_rate(device, "fp32", 1, seconds=0.3) == tflops * 1e3
+    rate = inspect.unwrap(speed.matrix_rate)  # which tests measure once
+    assert rate(device, "fp32", 1, seconds=0.3) == tflops * 1e3
     assert sides[-1] == side
 
 

@@ -41,9 +41,8 @@ def test_duration_never_shows_a_full_next_unit(seconds: float) -> None:
 
 def test_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "x.ipynb")
-    for value, live in (("0", False), ("1", True)):
-        monkeypatch.setenv("MATRIXLIB_LIVE", value)
-        assert progress.interactive() is live
+    monkeypatch.setenv("MATRIXLIB_LIVE", "0")
+    assert not progress.interactive()
     monkeypatch.delenv("MATRIXLIB_LIVE")
     assert progress.interactive()
     monkeypatch.setenv("MATRIXLIB_LIVE", "yes")

@@ -138,8 +138,7 @@ def test_another_number_of_ranks_shares_the_cores_anew() -> None:
     resumed = reuse(runtime.to_dict(), eighth)
     assert (resumed.threads, resumed.workers, resumed.micro_batch) == (2, 1, runtime.micro_batch)
     assert reuse(resumed.to_dict(), alone) == runtime
-    named = policy(alone, *sections(threads=3))
-    assert reuse(named.to_dict(), eighth).threads == 3, "what the user named stays"
+    assert reuse(policy(alone, *sections(threads=3)).to_dict(), eighth).threads == 3, "what the user named stays"
     assert machine.facts(2).ranks == 2
 
 

@@ -37,8 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             shutil.copy(ROOT / name, source)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MATRIXLIB_", "PYTHON", "JPY_"))}
     environment |= {"MATRIXLIB_DEVICE": "cpu", "MATRIXLIB_LIVE": "0"}
-    if cache := os.environ.get("MATRIXLIB_CACHE"):
-        environment["MATRIXLIB_CACHE"] = cache
+    environment |= {k: v for k, v in os.environ.items() if k == "MATRIXLIB_CACHE"}
 
     def run(*command: str | Path) -> str:
         done = subprocess.run(
