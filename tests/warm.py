@@ -89,7 +89,8 @@ def launch_kernel(command: Sequence[str], *, env: dict[str, str], cwd: str | Non
 
 
 def serve(argv: Sequence[str], env: dict[str, str], cwd: str, server: str) -> None:
-    """A kernel, in a process of its own that looks like one that was not forked. server: from which its own processes come, too; a new one would import everything again."""
+    """A kernel, in a process that looks like one that was not forked; its own processes come from `server`, too, as a
+    new one would import everything again."""
     from ipykernel.kernelapp import IPKernelApp
 
     if sys.version_info < (3, 14):  # from then on it asks for a key
