@@ -87,12 +87,10 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     assert stopped[1] == stopped[2]
     assert (reports / run / "checkpoints" / f"step_{int(stopped[1]):08d}").is_dir()
     assert page.locator("img.widget-image").count() == 0
-    train.picture("3-interrupted")
 
     train.run_all()
     assert "resumed" in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
     watch_frames(train, 1)
-    train.picture("4-resumed")
     train.wait_until_run()
     assert [folder.name for folder in reports.glob("demo-*")] == [run]
     assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
@@ -106,7 +104,6 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     page.wait_for_selector(".jp-RenderedImage img")
     assert page.get_by_text("Error displaying widget").count() == 0
     assert look_at_html(page, reports / run / "report.html", PICTURES / "report.png") == [1000], "the curves"
-    look_at_html(page, reports / "index.html", PICTURES / "index.png")
 
 
 def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
@@ -122,7 +119,6 @@ def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
     before = str(page.evaluate(SHOWN))
     position.press("ArrowUp")
     second = wait_for_another(page, before)
-    browse.picture("next")
     position.press("ArrowDown")
     assert wait_for_another(page, second) == before
     newest = page.locator("select:has(option[value='newest'])")
@@ -213,11 +209,9 @@ def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str, Page], reports: P
     page.locator("select.map").select_option("threat")
     assert page.locator("svg.cg-custom-below rect").count() == 64
     assert page.locator(".key").inner_text().split() == ["0%", "50%", "100%"]
-    play.picture("1-game")
     page.get_by_role("button", name="search here").click()
     page.locator("input.search").check()
     page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
-    play.picture("2-search")
     page.locator("select.map").select_option("control")
     assert page.locator(".key").inner_text().split() == ["theirs", "even", "ours"]
     page.locator("select.map").select_option("")
@@ -231,21 +225,12 @@ def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str, Page], reports: P
     move(page, "e7e8")
     page.locator(".promotion button[title=rook]").wait_for()
     page.locator(".promotion button[title=rook]").click()
-    board = answered(page, chess.Board("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"), "e7e8r")
+    answered(page, chess.Board("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"), "e7e8r")
 
-    page.locator("input.start").fill("")
-    page.locator("select.side").select_option("black")
-    page.get_by_role("button", name="new game").click()
-    page.wait_for_selector(".matrixlib-board[data-fen*=' b ']")
-    board = position(page)
-    assert page.locator(".cg-wrap.orientation-black").count() == 1
-    move(page, "e7e5")
-    answered(page, board, "e7e5")
     page.get_by_role("button", name="resign").click()
-    page.locator(".status", has_text="1-0, resigned").wait_for()
+    page.locator(".status", has_text="0-1, resigned").wait_for()
     page.locator("summary", has_text="PGN").click()
-    assert '[Result "1-0"]' in page.locator(".matrixlib-board textarea").input_value()
-    play.picture("5-resigned")
+    assert '[Result "0-1"]' in page.locator(".matrixlib-board textarea").input_value()
 
 
 SHOWN = """() => {

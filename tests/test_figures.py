@@ -54,19 +54,12 @@ def test_each_number_goes_to_its_picture() -> None:
     assert norm.get_lines()[0].get_ydata().tolist() == [3.0, 4.0], "a picture of its own"
 
 
-def test_a_picture_more_is_an_entry_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "PLOTS", [*figures.PLOTS, figures.Plot("entropy", "metrics/.*/entropy")])
-    (axes,) = (axes for axes in training_figure([row(1), row(2)]).axes if axes.get_ylabel() == "entropy")
-    assert axes.get_lines()[0].get_ydata().tolist() == [2.0, 2.0]
-
-
 def test_updates_that_are_not_finite_are_counted_in_the_title() -> None:
     rows = [row(1), row(2, losses={"policy": math.nan}), row(3, grad_norm=math.inf)]
     figure = training_figure(rows, "run")
     assert figure.get_suptitle() == "run - 2 updates not finite"
     labels = {axes.get_ylabel() for axes in figure.axes}
     assert labels == {"loss [nat]", "accuracy [%]", "learning rate", "gradient norm before clipping", "positions/s"}
-    assert {axes.get_xlabel() for axes in figure.axes} == {"update step"}
     assert size(figure, 50) == (500, 280)
 
 
@@ -97,15 +90,6 @@ def test_legends_lie_beside_the_curves_and_leave_room_for_the_title(count: int) 
         box = axes.get_legend().get_window_extent()
         assert not title.overlaps(box)
         assert box.y0 >= axes.get_window_extent().y1 - 2, "beside the curves"
-
-
-def test_raw_values_are_faint_under_a_smooth_line() -> None:
-    rows = [row(step, losses={"policy": 2.0 + step % 2}) for step in range(1, 301)]
-    raw, smooth = training_figure(rows).axes[0].get_lines()
-    assert raw.get_alpha() < 0.5
-    assert (
-        max(smooth.get_ydata()[20:]) - min(smooth.get_ydata()[20:]) < 0.2 < max(raw.get_ydata()) - min(raw.get_ydata())
-    )
 
 
 @pytest.mark.parametrize(("first", "last", "title"), [(401, 480, "-60% at 4"), (30, 30, "-60% at 30"), (0, 0, "")])

@@ -46,13 +46,10 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
     ("line", "message"),
     [
         ("devcie = 'mps'", "unknown parameter 'devcie', did you mean 'device'? (parameters: preset, device, "),
-        ("zzz = 1", "unknown parameter 'zzz' (parameters: "),
         ("seed = '5'", "parameter 'seed' must be int, got str '5'"),
         ("seed = True", "parameter 'seed' must be int, got bool True"),
-        ("seed = None", "parameter 'seed' must be int, got NoneType None"),
         ("seed = 1.0", "parameter 'seed' must be int, got float 1.0"),
         ("rate = '1e-3'", "parameter 'rate' must be float, got str '1e-3'"),
-        ("resume = 1", "parameter 'resume' must be bool, got int 1"),
         ("limit = 'x'", "parameter 'limit' must be int | None, got str 'x'"),
         ("preset = 123", "parameter 'preset' must be str, got int 123; -r preset 123 keeps it as text"),
         ("overrides = '{}'", "parameter 'overrides' must be dict, got str '{}'; pass it as YAML: -y 'overrides: {"),

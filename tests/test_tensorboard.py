@@ -57,7 +57,6 @@ def test_a_resumed_run_has_every_update_once(reports: Path) -> None:
     for row in rows:
         assert values["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
         assert values["losses/policy", row["step"]] == pytest.approx(row["losses"]["policy"], rel=1e-6)
-    assert ("validation/loss", 6) in values
     assert tensorboard.main(["r"]) == 0
     assert scalars(reports / "r" / "events") == values
 

@@ -1,6 +1,4 @@
-"""What is measured before a run begins, with updates of a throwaway model: whether device and dtype compute what the
-CPU does, how many updates fit in the time.
-"""
+"""What is measured before a run begins: whether device and dtype compute what the CPU does, how many updates fit."""
 
 from __future__ import annotations
 
