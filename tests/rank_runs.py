@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -170,12 +171,35 @@ class BranchTask(ToyTask):
         return BranchNet()
 
 
-def member(rank: int, size: int, folder: Path) -> None:
-    """One of `size` processes: all checks, then its results in <folder>/<rank>.json."""
+@contextlib.contextmanager
+def logged(rank: int, folder: Path) -> Iterator[None]:
+    """What one of the processes prints, its error too, goes to <folder>/<rank>.log."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.stderr = (folder / f"{rank}.log").open("w", buffering=1)
     try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def results_of(context: Any, member: Callable[[int, int, Path], None], folder: Path, codes: list[int]) -> list[Any]:
+    """What ranks 0 and 1 have written to <folder>/<rank>.json; codes: with which each rank ends."""
+    processes = [context.Process(target=member, args=(rank, len(codes), folder)) for rank in range(len(codes))]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(400)
+        process.kill()
+    logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    assert [process.exitcode for process in processes] == codes, logs
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def member(rank: int, size: int, folder: Path) -> None:
+    """One of `size` processes: all checks, then its results."""
+    with logged(rank, folder):
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
         worlds: dict[int, Ranks | None] = {1: Ranks() if rank == 0 else None}
@@ -187,9 +211,6 @@ def member(rank: int, size: int, folder: Path) -> None:
         if two is not None:
             results["lost first"] = lost(build(folder / "lost_first", two, double=True), two, gone=0)
             (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
-    except BaseException:
-        traceback.print_exc()
-        raise
 
 
 def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:

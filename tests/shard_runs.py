@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import sys
-import traceback
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 import rank_runs
 import torch
 import torch.distributed as dist
-from rank_runs import BranchNet, ShortTask, build, distance, lost, poison, ruin, run, told
+from rank_runs import BranchNet, ShortTask, build, distance, logged, lost, poison, ruin, run, told
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
@@ -29,7 +26,6 @@ from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.config import ModelConfig
 from matrixlib.tasks.chess.model import PolicyValueNet
 
-SIZE = 3
 SHARD = {"runtime": {"shard": True}}
 CLIPPED = {"clip_norm": 0.1}
 
@@ -100,17 +96,13 @@ def layout(folder: Path) -> dict[str, Any]:
     return {"files": heads, "keys": sorted(state), "state": sorted(state["state"])}
 
 
-def member(rank: int, folder: Path) -> None:
-    """One of three processes: all checks, then its results in <folder>/<rank>.json. Rank 2 ends in the first one and
-    rank 1 in the last."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def member(rank: int, size: int, folder: Path) -> None:
+    """One of three processes: all checks, then its results. Rank 2 ends in the first one and rank 1 in the last."""
     rank_runs.toy_held_out = held_out
-    sys.stderr = (folder / f"{rank}.log").open("w", buffering=1)
-    try:
-        store = dist.FileStore(str(folder / "store"), SIZE)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=120))
-        three = Ranks(rank, SIZE, dist.group.WORLD, dist.PrefixStore("three", store))
+    with logged(rank, folder):
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+        three = Ranks(rank, size, dist.group.WORLD, dist.PrefixStore("three", store))
         two = Ranks(rank, 2, dist.new_group([0, 1]), dist.PrefixStore("two", store))
         lost_rank = lost_while_looking(folder / "lost", three)
         worlds = [two] if rank else [Ranks(), two]
@@ -121,9 +113,6 @@ def member(rank: int, folder: Path) -> None:
         except ValueError as error:
             out["short"] = [str(error), short.step]
         (folder / f"{rank}.json").write_text(json.dumps(out), encoding="utf-8")
-    except BaseException:
-        traceback.print_exc()
-        raise
 
 
 def lost_while_looking(folder: Path, ranks: Ranks) -> Any:

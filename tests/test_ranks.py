@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import toy_spec
 import yaml
-from rank_runs import member
+from rank_runs import member, results_of
 
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import distributed, metrics
@@ -30,7 +30,6 @@ from matrixlib.engine.averages import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.runs import run as runs
 
-SIZE = 4
 TESTS = Path(__file__).parent
 PRESET = {
     "task": "toy_spec:TASK",
@@ -52,16 +51,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report of two, three or four; rank 2 ends itself in the last check of three, rank 0 in that of
     two."""
-    folder = tmp_path_factory.mktemp("ranks")
-    processes = [forkserver.Process(target=member, args=(rank, SIZE, folder)) for rank in range(SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(400)
-        process.kill()
-    logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    assert [process.exitcode for process in processes] == [1, 0, 1, 0], logs
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return results_of(forkserver, member, tmp_path_factory.mktemp("ranks"), [1, 0, 1, 0])
 
 
 def test_half_of_what_torchrun_sets_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_runs import SHARD, SIZE, member
+from rank_runs import results_of
+from shard_runs import SHARD, member
 from test_ranks import IN_PARTS, toy_preset
 from toy_task import toy_runtime
 
@@ -26,16 +26,7 @@ UNMEASURED |= {"outputs", "dead_units", "chance", "floor"}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report; the first check ends rank 2, the last one leaves rank 0 alone."""
-    folder = tmp_path_factory.mktemp("shards")
-    processes = [forkserver.Process(target=member, args=(rank, folder)) for rank in range(SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()
-    logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    assert [process.exitcode for process in processes] == [0, 0, 1], logs
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return results_of(forkserver, member, tmp_path_factory.mktemp("shards"), [0, 0, 1])
 
 
 @pytest.mark.parametrize("optimiser", SHARDED_OPTIMISERS)
