@@ -89,11 +89,6 @@ def gate(warmup: int = 0, freeze: int = 0, seconds: float = 0.0) -> Gate:
     return Gate(GatingConfig(warmup_steps=warmup, freeze_steps=freeze, seconds=seconds))
 
 
-def test_the_warm_up_rises_and_never_starts_at_zero() -> None:
-    assert [gate(warmup=4).factor(u) for u in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert gate().factor(0) == 1
-
-
 def test_frozen_for_some_updates_and_back_at_full_weight() -> None:
     found = gate(freeze=3)
     assert found.freeze(10)
@@ -112,12 +107,3 @@ def test_rows_within_the_time_limit_are_whole_micro_batches(seconds: float, row:
     found = gate(seconds=seconds)
     found.row_seconds = row
     assert found.rows(64, 8) == rows
-
-
-def test_rows_that_a_time_limit_leaves_out_are_told() -> None:
-    found = gate(seconds=1.0)
-    assert [found.leave_out(rows) for rows in (0, 30, 20)] == [
-        "",
-        "gating.seconds left 30 rows without the self-supervised terms; 30 so far",
-        "gating.seconds left 20 rows without the self-supervised terms; 50 so far",
-    ]

@@ -356,17 +356,14 @@ def test_stats_say_what_happened(tmp_path: Path) -> None:
 def test_first_losses_are_compared_with_chance_and_gradients_looked_at(tmp_path: Path) -> None:
     task = ToyTask(plane_weight=0.0)
     trainer, (first,) = train(tmp_path / "good", 1, task=task)
-    assert first.initial["class"]["loss"] == pytest.approx(math.log(3), rel=1e-5)
-    assert first.initial["class"]["chance"] == pytest.approx(math.log(3))
+    assert first.initial["class"] == pytest.approx({"loss": math.log(3), "chance": math.log(3), "floor": 0.0})
     assert trainer.gradients.missing == ("plane.weight", "plane.bias")
     assert not any("plane" in text for text in first.messages), "a head without a weight is idle, which is no fault"
-
     model = task.build_model()
     model.orphan = nn.Linear(2, 2)
     nn.init.normal_(model.classes.weight, std=5.0)
     _, (first,) = train(tmp_path / "bad", 1, task=task, model=model)
-    assert first.messages[0].startswith("first update: no gradient: orphan.weight, orphan.bias")
-    assert "plane" not in first.messages[0]
+    assert first.messages[0] == "first update: no gradient: orphan.weight, orphan.bias"
     assert any("class loss" in message and "chance level is 1.0986" in message for message in first.messages)
 
 
@@ -429,8 +426,7 @@ def poison(first: int, last: int) -> ToySource:
 
 def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path: Path) -> None:
     _, stats = train(tmp_path, source=poison(6, 15), steps=40)
-    assert [s.action for s in stats].count("rollback") == 1
-    back = next(i for i, s in enumerate(stats) if s.action == "rollback")
+    (back,) = [i for i, s in enumerate(stats) if s.action == "rollback"]
     assert stats[back].step == 16
     assert "checkpoint of update 6" in stats[back].messages[-1]
     assert "batches 6 to 15 are left out" in stats[back].messages[-1]
@@ -442,7 +438,7 @@ def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path:
     evidence = json.loads((folder / "evidence.json").read_text())
     assert evidence["batches"] == json.loads((folder / "batches.txt").read_text()) == list(range(6, 16))
     assert evidence["rows"][-1]["verdict"] == "rollback"
-    assert "module inner" in evidence["last"] or "not finite" in evidence["last"]
+    assert "not finite" in evidence["last"]
 
 
 def test_a_run_that_was_rolled_back_equals_one_that_never_saw_the_batches(tmp_path: Path) -> None:
@@ -800,8 +796,8 @@ def test_the_heartbeat_is_written_at_its_interval_with_time_step_and_memory(
         return json.loads((tmp_path / "heartbeat.json").read_text())
 
     first = beat(0.0, 1)
-    assert (first["step"], first["steps"], first["phase"], first["pid"]) == (1, STEPS, "training", os.getpid())
-    assert (first["host"], first["interval"]) == (platform.node(), 5.0)
+    known = {"step": 1, "steps": STEPS, "phase": "training", "pid": os.getpid(), "host": platform.node(), "interval": 5}
+    assert known.items() <= first.items()
     assert 10 < first["rss_mib"] <= first["rss_peak_mib"] < 1e6
     assert datetime.fromisoformat(str(first["time"])).tzinfo is not None
     assert [beat(4.9, 2)["step"], beat(4.9, 2, "validation", force=True)["step"], beat(10.0, 3)["step"]] == [1, 2, 3]
