@@ -1,6 +1,7 @@
 """Reading Matrix0's networks: every key accounted for, outputs as its own code gave them."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +201,19 @@ def test_files_of_another_kind_are_named(weights: Weights, tmp_path: Path, data:
         read_checkpoint(path)
 
 
+def test_a_file_that_unpacks_to_more_is_not_read(weights: Weights, tmp_path: Path) -> None:
+    torch.save(weights, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    with pytest.raises(ValueError, match=r"packed\.pt .*compressed"):
+        read_checkpoint(tmp_path / "packed.pt")
+
+
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
+        ({"stem.0.weight": torch.zeros(1).expand(300_000, 19, 3, 3)}, {}, "no weights found: .* stem"),
         ({"stem.0.weight": torch.zeros(())}, {}, "tuple index"),
         ({"policy_fc1.weight": torch.zeros(1_000_000, 1)}, {}, "size mismatch for policy_head.reduce.weight"),
         ({"tower.3.rel_bias": torch.zeros(())}, {"attention_heads": "x"}, " heads: "),

@@ -6,6 +6,7 @@ buffer of ours is filled. The outputs of its network are reproduced to float err
 
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     name = Path(path).name
     numbers = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
     try:
+        with open(path, "rb") as file:  # torch never packs, and would unpack a thousand times the file into memory
+            if file.read(4) == b"PK\3\4" and any(part.compress_type for part in zipfile.ZipFile(file).infolist()):
+                raise ValueError("its parts are compressed")
         with torch.serialization.safe_globals([scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *numbers]):
             data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - bytes that are no torch file raise whatever the reader trips over
@@ -228,10 +232,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return data
 
 
+def _is_whole(value: object) -> bool:
+    """Whether it is a tensor of which every number is stored: a view that repeats one may claim any size."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
 def _choose(data: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights without wrappers' prefixes, by the precedence of SCHEMAS."""
     weights = next((data[key] for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]), data)
-    bad = sorted(str(key) for key, value in weights.items() if not isinstance(value, Tensor))
+    bad = sorted(str(key) for key, value in weights.items() if not _is_whole(value))
     if bad or not weights:
         held = ", ".join(bad[:8]) or "nothing"
         raise ValueError(f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors alone; there is {held}")
