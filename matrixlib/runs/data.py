@@ -55,6 +55,7 @@ class RunData:
 
     def __post_init__(self) -> None:
         self._sidecars: Sidecars | None = None
+        self._max_lost = self.config.data.max_lost
         self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
         self.messages += [text for text in self._left_out() if text not in self.messages]  # of an earlier runtime
         self._check_sources()
@@ -188,7 +189,7 @@ class RunData:
                 )
 
     def _damaged(self, split: str, name: str, block: int, reason: str) -> None:
-        lost, most = self._lost[split], self.config.data.max_lost
+        lost, most = self._lost[split], self._max_lost
         lost.add((name, block))
         share = self.lost(split)
         rows = f"of the {'training' if split == 'train' else 'held-out'} rows"
