@@ -125,7 +125,6 @@ def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
     (oldest,) = newest.locator("option").all_inner_texts()[-1:]
     newest.select_option(oldest)
     wait_for_another(page, before)
-    browse.picture("checkpoint")
     browse.save()
     before = page.locator(CURVES).get_attribute("src")
     page.locator(".jupyter-widgets select").first.select_option("other")
