@@ -132,11 +132,6 @@ def test_entropy_of_policies() -> None:
         assert entropy == pytest.approx(-(p * np.log(p)).sum() if len(p) else np.nan, abs=1e-9, nan_ok=True)
 
 
-def test_keys_are_those_of_mirror_images_too(tmp_path: Path) -> None:
-    write(tmp_path, "a", batch_of([BARE, "8/8/3k4/8/8/3K4/3P4/8 b - - 0 60", QUEEN_UP]))
-    assert sample(tmp_path)["key"].nunique() == 2
-
-
 def test_positions_and_moves_against_the_rules_are_named(tmp_path: Path) -> None:
     batch = batch_of([QUEEN_UP, BARE, QUEEN_UP])
     batch["policy_index"][0] += 1

@@ -100,12 +100,6 @@ def test_a_board_full_of_queens_overruns_nothing() -> None:
     assert bitboard.ssl_maps(pieces).shape == (1, 5)
 
 
-def test_checks() -> None:
-    some = hard_positions() + random_positions(150, seed=12)
-    checks = bitboard.in_check(records.from_boards(some)["pieces"])
-    assert checks.tolist() == [board.is_check() for board in some]
-
-
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"\(N, 32\)"):
         bitboard.ssl_maps(np.zeros(32, np.uint8))
@@ -122,30 +116,3 @@ def test_empty_batches_and_read_only_views() -> None:
     frozen = records.from_boards([chess.Board()])
     frozen.flags.writeable = False
     assert len(moves_of(frozen)[0]) == 20
-
-
-def test_policy_tables_are_inverse() -> None:
-    valid = np.flatnonzero(bitboard.POLICY_MOVE != bitboard.NO_MOVE)
-    assert bitboard.POLICY_INDEX[bitboard.POLICY_MOVE[valid]].tolist() == valid.tolist()
-    assert len(valid) == 1792 + 66  # queen's and knight's moves; 22 under-promotions of 3 pieces
-
-
-def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None:
-    start = records.from_boards([chess.Board()] * 3)
-    state = np.stack([start[name] for name in ("castling", "en_passant", "halfmove", "side")], axis=1)
-
-    def pawn(square: str) -> int:
-        target = chess.parse_square(square)
-        return bitboard.PAWN | target << 3 | (target & 7) << 9 | 8 << 13
-
-    anyone = bitboard.ANY_PIECE | chess.F3 << 3 | 8 << 9 | 8 << 13  # the knight, or the pawn
-    reference = [pawn("e4"), pawn("e5"), pawn("e4"), anyone, pawn("d4")]
-    replayed = bitboard.replay(start["pieces"], state, reference, [0, 2, 3, 5])
-    assert replayed.failed.tolist() == [-1, -1, 0]
-    assert replayed.matches.tolist()[2] == 2
-    assert replayed.moves.tolist() == [chess.E2 | chess.E4 << 6, chess.E2 | chess.E4 << 6, chess.E2 | chess.E4 << 6]
-    assert replayed.offsets.tolist() == [0, 20, 40, 60]
-    assert (replayed.indices[replayed.choice] == [bitboard.POLICY_INDEX[chess.E2 | chess.E4 << 6]] * 3).all()
-    assert replayed.ends[:2].tolist() == [[15, -1, 0, 0], [15, -1, 0, 0]]
-    with pytest.raises(ValueError, match="offsets must run from 0 to 5"):
-        bitboard.replay(start["pieces"], state, reference, [0, 2, 3, 4])

@@ -1,6 +1,5 @@
 """Chess as a Game against python-chess, and the search on chess: endings, repetition, fifty moves, tables, mates."""
 
-import csv
 import io
 from pathlib import Path
 
@@ -220,31 +219,3 @@ def test_written_games_are_read_back() -> None:
 
 
 # --- mates ----------------------------------------------------------------------------------------
-
-
-def mates_in_one(shared: Path) -> list[chess.Board]:
-    """Puzzles that a mate solves, after the set-up move."""
-    boards = []
-    with (shared / "puzzles" / "lichess_dev.csv").open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            setup, *solution = row["Moves"].split()
-            board = chess.Board(row["FEN"])
-            board.push_uci(setup)
-            end = board.copy()
-            end.push_uci(solution[0])
-            if len(solution) == 1 and end.is_checkmate():
-                boards.append(board)
-    return boards
-
-
-@pytest.mark.parametrize(("look_ahead", "least"), [(True, 100), (False, 90)])
-def test_mates_in_one_at_200_simulations(shared: Path, look_ahead: bool, least: int) -> None:
-    """100 of 100 where mating moves are recognised at once, nearly as many where each has to be found by selection."""
-    boards = mates_in_one(shared)[:100]
-    search = Search(GAME, material, SearchOptions(leaves=1, look_ahead=look_ahead), trees=len(boards))
-    for tree, board in enumerate(boards):
-        search.reset(tree, state(board))
-    for board, result in zip(boards, search.run(200), strict=True):
-        board.push(move_from_index(result.best, board))
-    assert len(boards) == 100
-    assert sum(board.is_checkmate() for board in boards) >= least

@@ -10,8 +10,7 @@ from typing import Any
 import chess
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from chess_shards import BARE, QUEEN_UP, batch_of, write
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Batch, Shard, concat, write_shard
@@ -20,8 +19,7 @@ from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers.audit import faults
 from matrixlib.tasks.chess.importers.duplicates import deduplicate
 from matrixlib.tasks.chess.importers.import_files import import_files
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_boards, keys_of, policy_index
-from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, hashes_of, keys_of, policy_index
 
 GAMES = """[Result "1-0"]
 
@@ -54,9 +52,7 @@ def stored(folder: Path) -> Batch:
 
 
 def row_of(batch: Batch, board: chess.Board) -> int:
-    (row,) = np.flatnonzero(
-        [key == keys_of(np.array([from_boards([board])[0]]))[0] for key in keys_of(batch["records"])]
-    )
+    (row,) = np.flatnonzero(hashes_of(batch["records"]) == hashes_of(from_boards([board])))
     return int(row)
 
 
@@ -95,50 +91,6 @@ def test_mirror_images_are_one_and_their_moves_are_turned(tmp_path: Path) -> Non
     assert stored(tmp_path / "out")["policy_weight"].max() == 65535, "all three played the same move"
 
 
-Entry = tuple[int, tuple[int, int, int], tuple[int, int, int]]
-shares = st.tuples(*[st.integers(0, 9)] * 3)
-
-
-def same_position(entries: list[Entry]) -> Batch:
-    """Rows of one position with three moves: result, shares of win-draw-loss and of the moves, unknown where all 0."""
-    records = np.zeros(len(entries), RECORD)
-    weight = np.zeros((len(entries), 3), "<u2")
-    for row, (result, wdl, policy) in enumerate(entries):
-        records["result"][row] = result
-        for target, parts in ((records["wdl"], wdl), (weight, policy)):
-            if sum(parts):
-                target[row] = wdl_of_shares(np.array([parts]) / sum(parts))[0]
-    index = np.tile(np.arange(3, dtype="<u2"), len(entries))
-    offset = 3 * np.arange(len(entries) + 1)
-    return {"records": records, "policy_offset": offset, "policy_index": index, "policy_weight": weight.ravel()}
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.lists(st.tuples(st.sampled_from([-1, 0, 1, UNKNOWN]), shares, shares), min_size=1, max_size=6))
-def test_only_entries_that_have_a_target_weigh_in_it(entries: list[Entry]) -> None:
-    batch = same_position(entries)
-    found = duplicates.merge(batch, np.zeros(len(entries), int))
-    results = {result for result, _, _ in entries if result != UNKNOWN}
-    values = [np.array(wdl) / sum(wdl) for _, wdl, _ in entries if sum(wdl)]
-    if len(results) > 1:  # each that has no win-draw-loss of its own stands for one
-        values += [np.eye(3)[1 - result] for result, wdl, _ in entries if result != UNKNOWN and not sum(wdl)]
-    policies = [np.array(policy) / sum(policy) for _, _, policy in entries if sum(policy)]
-    assert found["records"]["result"].tolist() == [results.pop() if len(results) == 1 else UNKNOWN]
-    for made, parts in ((found["records"]["wdl"][0], values), (found["policy_weight"], policies)):
-        np.testing.assert_allclose(made / 65535, np.mean(parts, axis=0) if parts else np.zeros(3), atol=2e-4)
-
-
-def copies(folder: Path, rows: dict[str, list[int]]) -> None:
-    """Shards of these rows each, by name, of which row 0 is the start of the game and row 1 the position after e4."""
-    add(folder.parent / "source", "1. e4 e5 *\n")
-    (row,) = Catalogue(folder.parent / "source").shards()
-    shard = Shard(row.path, LAYOUT)
-    meta = {name: shard.meta[name] for name in ("source", "seed", "generator", "split")}
-    for name, chosen in rows.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_shard(folder / name, LAYOUT, shard.gather(np.array(chosen)), meta)
-
-
 FEW_FILES = """
 import resource, sys
 from matrixlib.tasks.chess.importers.duplicates import deduplicate
@@ -150,7 +102,8 @@ print(deduplicate(sys.argv[1], sys.argv[2])["different"])
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of open files to set")
 def test_more_shards_than_files_that_may_be_open(tmp_path: Path) -> None:
-    copies(tmp_path / "f", {f"{number}.npz": [0, 1] for number in range(50)})
+    for number in range(50):
+        write(tmp_path / "f", f"{number}", batch_of([QUEEN_UP, BARE], game=number))
     command = [sys.executable, "-c", FEW_FILES, str(tmp_path / "f"), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -181,6 +134,28 @@ def test_sources_and_splits_are_merged_and_training_keeps_the_position(tmp_path:
     assert not keys["train"] & keys["validation"]
 
 
+WON, HALF, LOST, NONE = (65535, 0, 0), (32768, 0, 32767), (0, 0, 65535), (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("results", "wdl", "result", "expected"),
+    [
+        ([1, 1], [NONE, NONE], 1, NONE),  # the result tells it
+        ([1, -1], [NONE, NONE], UNKNOWN, HALF),  # each game stands in for what is not known
+        ([1, UNKNOWN], [NONE, LOST], 1, LOST),  # an entry without a target does not weigh in it
+        ([1, -1], [LOST, NONE], UNKNOWN, LOST),
+        ([UNKNOWN, 1], [LOST, WON], 1, HALF),
+    ],
+)
+def test_only_entries_that_have_a_target_weigh_in_it(results: Any, wdl: Any, result: int, expected: Any) -> None:
+    batch = batch_of([BARE, BARE], result=results, wdl=wdl)
+    batch["policy_weight"][batch["policy_offset"][1] :] = 0
+    found = duplicates.merge(batch, np.zeros(2, int))
+    assert found["records"]["result"].tolist() == [result]
+    np.testing.assert_allclose(found["records"]["wdl"][0].astype(int), expected, atol=2)
+    assert found["policy_weight"].tolist() == batch["policy_weight"][: batch["policy_offset"][1]].tolist()
+
+
 class Stop(BaseException):
     """As if the process had been killed."""
 
@@ -195,14 +170,14 @@ def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch
     for steps in range(len(expected)):
         left = iter(range(steps))
 
-        def write(*args: Any, left: Any = left, **options: Any) -> Any:
+        def stopping(*args: Any, left: Any = left, **options: Any) -> Any:
             if next(left, None) is None:
                 raise Stop
             return write_shard(*args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(duplicates, "write_shard", write)
-            patch.setattr(duplicates, "write_text", write)
+            patch.setattr(duplicates, "write_shard", stopping)
+            patch.setattr(duplicates, "write_text", stopping)
             with pytest.raises(Stop):
                 deduplicate(tmp_path / "f", tmp_path / "out")
         assert not (tmp_path / "out").exists()

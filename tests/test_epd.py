@@ -1,18 +1,15 @@
 """EPD suites, also real ones with lost semicolons, and FENs for Stockfish to label."""
 
-import contextlib
 from pathlib import Path
 
 import chess
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from readers import read_file, same
+from readers import read_file
 
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.epd import Epd, Labelled
-from matrixlib.tasks.chess.importers.notation import Unusable
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
@@ -124,14 +121,6 @@ def test_every_line_is_accounted_for(tmp_path_factory, lines):
     assert set(whole.skipped) == {LEFT_OUT[line] for line in entries if line in LEFT_OUT}
 
 
-@given(st.text(alphabet='KQkq -w;"bmamce0129dehmvcf') | st.text())
-def test_any_operations_get_an_answer(text):
-    with contextlib.suppress(Unusable):
-        board, operations, _ = epd.parse(f"{START} {text}")
-        epd.best_of(board, operations)
-        epd.score_from(operations)
-
-
 # Labelled by Stockfish
 
 BACK_RANK = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 5 40"
@@ -168,23 +157,6 @@ def test_labels(tmp_path, engine: Stockfish):
     assert records["wdl"][2].argmax() == 1
     assert (records["result"] == 2).all()
     assert records["halfmove"].tolist() == [5, 0, 0, 5]
-
-
-def test_a_label_follows_from_the_position_alone(tmp_path, engine: Stockfish, monkeypatch):
-    reader = Labelled(str(engine.path), shallow_depth=2, deep_depth=4)
-    whole = read_file(reader, fens(tmp_path, *POSITIONS))
-    monkeypatch.setattr(epd, "LABELLED_PART", 60)
-    parted = read_file(reader, fens(tmp_path, *POSITIONS))
-    assert parted.parts > 1
-    assert same(whole.batch, parted.batch)
-    turned = read_file(reader, fens(tmp_path, *POSITIONS[::-1]))
-    assert np.array_equal(turned.batch["records"][::-1], whole.batch["records"])
-    # The position and its mirror image for the other side have one label.
-    offset = whole.batch["policy_offset"]
-    weights = [whole.batch["policy_weight"][offset[row] : offset[row + 1]] for row in (0, 3)]
-    assert np.array_equal(*weights)
-    assert (whole.batch["records"]["wdl"][0] == whole.batch["records"]["wdl"][3]).all()
-    assert whole.batch["records"]["game"][0] == whole.batch["records"]["game"][3]
 
 
 def test_without_an_engine_the_remedy_is_told(tmp_path):

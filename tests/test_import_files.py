@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import sqlite3
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_run import TINY
 
 from matrixlib.data import imports as common
 from matrixlib.data.catalogue import NAME, Catalogue
@@ -21,14 +19,12 @@ from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.imports import LOCK, ImportReport, ImportStopped, import_logs, quarantined
 from matrixlib.data.shards import LFS_POINTER, Shard
 from matrixlib.files import FolderError
-from matrixlib.runs.run import open_run
 from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.audit import sample
 from matrixlib.tasks.chess.importers.import_files import import_files, import_listed
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
 from matrixlib.tasks.chess.records import LAYOUT, held_out
-from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
@@ -77,17 +73,12 @@ def records(folder: Path) -> np.ndarray:
 def line_games(count: int, length: int = 30, seed: int = 1) -> str:
     """Games of knight moves, all different."""
     rng = random.Random(seed)
+    trips = ("Nf3 Nf6 Ng1 Ng8", "Nc3 Nc6 Nb1 Nb8", "Nf3 Nc6 Ng1 Nb8")
+    openings = ["a4 a5", "b4 b5", "c4 c5", "h4 h5", "g4 g5", "a3 a6", "h3 h6", "f3 f6"]
     texts = []
     for number in range(count):
-        moves = []
-        for _ in range(length // 4):
-            moves += rng.choice(
-                (["Nf3", "Nf6", "Ng1", "Ng8"], ["Nc3", "Nc6", "Nb1", "Nb8"], ["Nf3", "Nc6", "Ng1", "Nb8"])
-            )
-        opening = rng.choice(["a4 a5", "b4 b5", "c4 c5", "h4 h5", "g4 g5", "a3 a6", "h3 h6", "f3 f6"])
-        texts.append(
-            f'[Event "{number}"]\n[Result "*"]\n\n{opening} {" ".join(moves[: rng.randrange(8, length)])} *\n\n'
-        )
+        moves = " ".join(rng.choices(trips, k=length // 4)).split()[: rng.randrange(8, length)]
+        texts.append(f'[Event "{number}"]\n[Result "*"]\n\n{rng.choice(openings)} {" ".join(moves)} *\n\n')
     return "".join(texts)
 
 
@@ -367,19 +358,6 @@ def test_an_outlier_is_said_and_marked(tmp_path: Path, small: None) -> None:
     marked = [row.name for row in Catalogue(tmp_path / "f").shards() if "outliers" in row.quality]
     assert marked == [outlier.split(":")[0] for outlier in report.outliers]
     assert all(row.state == "healthy" for row in Catalogue(tmp_path / "f").shards())
-
-
-def test_own_games_half_and_half_with_the_sample_set(matches: Path, tmp_path: Path, reports: Path) -> None:
-    """As the guide of the data says: one folder of both, mixed by weight."""
-    folder = tmp_path / "mixed"
-    shutil.copytree(unpack_sample(), folder)
-    run(matches, folder, reader=Pgn(repair=True))
-    assert {row.source for row in Catalogue(folder).shards()} == {"pgn", "stockfish"}
-    half = {"enabled": True, "fractions": [1.0], "stages": [{"pgn": 1, "stockfish": 1}]}
-    changes = {"data": {"limit": 0, "source": str(folder)}, "curriculum": {"sources": half}}
-    current = open_run(overrides={**TINY, **changes, "train": {**TINY["train"], "steps": 2}})
-    assert [stats.step for stats in current.train()] == [1, 2]
-    current.close()
 
 
 # As the notebook asks for it

@@ -123,12 +123,10 @@ def pack(
     white: int = 0,
     flags: int = 0,
     legacy: bool = False,
-    transform: int | None = None,
 ) -> bytes:
     """One record of a game whose positions so far are `boards`; value and best are (q, d)."""
     board = boards[-1]
-    if transform is None:
-        transform = chosen_transform(board) if form >= 3 else 0
+    transform = chosen_transform(board) if form >= 3 else 0
     probabilities = [-1.0] * 1858
     for move in board.legal_moves:
         probabilities[number_of(board, move, transform, legacy)] = shares.get(move.uci(), 0.0)

@@ -155,30 +155,14 @@ def test_other_names_types_and_shapes(tmp_path):
 # What can't be used
 
 
-def broken(arrays: Arrays, row: int, fault: str) -> None:
-    """Breaks a row of the arrays so that the reader finds `fault`."""
-    s, pi, z = arrays["s"], arrays["pi"], arrays["z"]
-    changes: dict[str, Any] = {
-        "planes are not Matrix0's": (s, (row, 3, 2, 2), 0.5),
-        "not a position of chess": (s, (row, slice(0, 12)), 0),
-        "castling without king or rook": (s, (row, 13), 1),
-        "value is not from -1 to 1": (z, row, float("nan")),
-        "policy is negative or not finite": (pi, (row, 5), float("inf")),
-        "policy does not sum to 1": (pi, row, 0),
-        "policy on illegal moves": (pi, (row, 63 * 73 + 7), 0.005),
-    }
-    array, where, value = changes[fault]
-    array[where] = value
-
-
-FAULTS = {
-    "planes are not Matrix0's",
-    "not a position of chess",
-    "castling without king or rook",
-    "value is not from -1 to 1",
-    "policy is negative or not finite",
-    "policy does not sum to 1",
-    "policy on illegal moves",
+FAULTS: dict[str, tuple[str, Any, Any]] = {  # what the reader finds -> array, where in a row, value
+    "planes are not Matrix0's": ("s", (3, 2, 2), 0.5),
+    "not a position of chess": ("s", slice(0, 12), 0),
+    "castling without king or rook": ("s", 13, 1),
+    "value is not from -1 to 1": ("z", (), float("nan")),
+    "policy is negative or not finite": ("pi", 5, float("inf")),
+    "policy does not sum to 1": ("pi", ..., 0),
+    "policy on illegal moves": ("pi", 63 * 73 + 7, 0.005),
 }
 PLAIN = chess.Board("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 3 40")
 
@@ -189,7 +173,8 @@ def test_every_row_is_accounted_for(tmp_path_factory, faults):
     arrays = arrays_of([PLAIN] * len(faults))
     for row, fault in enumerate(faults):
         if fault:
-            broken(arrays, row, fault)
+            array, where, value = FAULTS[fault]
+            arrays[array][(row, *where) if isinstance(where, tuple) else (row, where)] = value
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix0_data, "ROWS", 3)
         whole = read_file(Matrix0Data(), write(tmp_path_factory.mktemp("mixed"), arrays))

@@ -11,14 +11,10 @@ import chess.pgn
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from positions import HARD
 
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import check
-from matrixlib.tasks.chess.importers import notation as notations
-from matrixlib.tasks.chess.importers import pgn
+from matrixlib.tasks.chess.importers import notation, pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, policy_index
@@ -120,7 +116,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_line_that_no_text_has_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(notations, "LONGEST", 1 << 12)
+    monkeypatch.setattr(notation, "LONGEST", 1 << 12)
     data = TEXTS[name] + b"x" * 10_000
     pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstandard.compress}[Path(name).suffix]
     (tmp_path / name).write_bytes(pack(data))
@@ -138,84 +134,6 @@ def test_a_file_cut_short_is_an_error_and_not_a_short_file(tmp_path: Path, endin
     path.write_bytes(compress(data)[:-2000])
     with pytest.raises(ValueError, match=r"a\.pgn.*damaged or cut short"):
         list(Pgn().parts(path))
-
-
-# Games that python-chess writes, dressed up
-
-
-def notation(board: chess.Board, move: chess.Move, style: random.Random) -> str:
-    kind = style.randrange(7)
-    if kind == 0:
-        return move.uci()
-    san = board.lan(move) if kind == 1 else board.san(move)
-    if kind == 2:
-        san = san.replace("O", "0")
-    if kind == 3:
-        san = san.replace("=", "").rstrip("+#")
-    if kind == 4:
-        san = san.rstrip("+#") + style.choice(["!", "?", "!?", "+!!", "$1", "$12$14"])
-    if kind == 5 and board.is_en_passant(move):
-        san += style.choice(["e.p.", " e.p."])
-    return san
-
-
-def clutter(style: random.Random, board: chess.Board, depth: int = 0) -> str:
-    kind = style.randrange(12)
-    if kind == 0:
-        return style.choice(
-            ["{good}", "{a ( b ; c}", '{\n[Event "in a comment"]\n\n[Site "x"]\n}', "{}", "{1. e4 0-1}"]
-        )
-    if kind == 1:
-        return style.choice(["; to the end } 1-0 {\n", ";\n", "\n%escaped ( { 1. e4\n", "\r\n"])
-    if kind == 2:
-        return style.choice(["$1", "$139", "!", "?!", "+-", "=", "e.p.", "N"])
-    if kind == 3 and depth < 3:
-        moves = list(board.legal_moves)
-        inner = board.san(style.choice(moves)) if moves else "e4"
-        return f"({style.choice(['', '12... '])}{inner} {clutter(style, board, depth + 1)} 1-0)"
-    return ""
-
-
-def dressed(seed: int, plies: int) -> tuple[str, chess.pgn.Game]:
-    """A random game; its text has comments, variations, glyphs, odd notation and odd line ends."""
-    style = random.Random(seed)
-    fen = style.choice(HARD) if style.random() < 0.5 else chess.STARTING_FEN
-    board = chess.Board(fen)
-    game = chess.pgn.Game()
-    game.setup(board)
-    node: chess.pgn.GameNode = game
-    words = [clutter(style, board) + " "]
-    for _ in range(plies):
-        moves = list(board.legal_moves)
-        if not moves:
-            break
-        move = style.choice(moves)
-        if board.turn or style.random() < 0.3:
-            words.append(f"{board.fullmove_number}{'.' if board.turn else '...'}" + style.choice(["", " ", "\n"]))
-        words.append(notation(board, move, style) + style.choice([" ", "\n", "  "]) + clutter(style, board) + " ")
-        board.push(move)
-        node = node.add_variation(move)
-    tags = f'[Event "{seed}"]\n[SetUp "1"]\n[FEN "{fen}"]\n[Result "*"]\n\n'
-    text = tags + "".join(words) + "*" + style.choice(["\n\n", "\n", "\n\n\n"])
-    return (text.replace("\n", "\r\n") if style.random() < 0.3 else text), game
-
-
-@settings(max_examples=60, deadline=None)
-@given(seeds=st.lists(st.integers(0, 10**9), min_size=1, max_size=4), plies=st.integers(1, 80))
-def test_dressed_up_games_are_the_games_that_python_chess_made(seeds: list[int], plies: int) -> None:
-    texts, games = zip(*(dressed(seed, plies) for seed in seeds), strict=True)
-    result = read("".join(texts))
-    assert result.refused == []
-    assert result.entries == len(texts)
-    assert sum(result.skipped.values()) == sum(not game.variations for game in games)
-    assert_like_python_chess(result, [game for game in games if game.variations])
-
-
-def test_repetitions_are_counted_within_the_game() -> None:
-    shuffle = "Nf3 Nf6 Ng1 Ng8 " * 4
-    result = read(f"{shuffle} e4 e5 {shuffle} *\n")
-    assert_like_python_chess(result, parsed(f"{shuffle} e4 e5 {shuffle} *\n"))
-    assert result.batch["records"]["repetition"][:12].tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
 # Results
@@ -289,10 +207,6 @@ def test_evaluations_become_win_draw_loss_of_the_position_after_the_move() -> No
 # Traps of the format
 
 
-def count(text: str | bytes) -> int:
-    return len(list(split(io.BytesIO(text.encode() if isinstance(text, str) else text))))
-
-
 def moves_of(text: str | bytes) -> list[str]:
     """The games' moves as UCI, one string a game."""
     result = read(text)
@@ -323,12 +237,13 @@ def moves_of(text: str | bytes) -> list[str]:
         (f"{'1.' * 5000}e4 {'1.' * 5000}1... e5 *", ["e2e4 e7e5"]),
         ('1. e4 {; not a remark} e5 ; {not a comment\n2. d4 *\n[Event "b"]\n\n1. c4 *', ["e2e4 e7e5 d2d4", "c2c4"]),
         ("1.e4 e5 *", ["e2e4 e7e5"]),
-        ("1.e4 1...e5 2.Nf3$1 $2 Nc6!? 3. Bb5 a6?! 4.Bxc6 = dxc6 5.O-O *", None),
-        ("1. e4 d5 2. e5 f5 3. exf6e.p. *", None),
-        ("1. e4 d5 2. e5 f5 3. exf6 e.p. gxf6 *", None),
-        ("e2e4 e7e5 g1f3 b8c6 f1b5 a7a6 e1g1 *", None),
-        ("1. e2-e4 e7-e5 2. Ng1-f3 Nb8-c6 3. Bf1xa6 bxa6 4. 0-0 *", None),
-        ("1. e4 (1. d4 d5 (1... Nf6 2. c4 (2. Nf3)) 2. c4) (1. c4) 1... e5 *", ["e2e4 e7e5"]),
+        ("1.e4 1...e5 2.Nf3$1 $2 Nc6!? 3. Ba6+! +- = *", ["e2e4 e7e5 g1f3 b8c6 f1a6"]),
+        ("1. e4 d5 2. e5 f5 3. exf6e.p. *", ["e2e4 d7d5 e4e5 f7f5 e5f6"]),
+        ("1. e4 d5 2. e5 f5 3. exf6 e.p. gxf6 *", ["e2e4 d7d5 e4e5 f7f5 e5f6 g7f6"]),
+        ("e2e4 e7e5 g1f3 b8c6 f1b5 a7a6 e1g1 *", ["e2e4 e7e5 g1f3 b8c6 f1b5 a7a6 e1g1"]),
+        ("1. e2-e4 e7-e5 2. Ng1-f3 Nb8-c6 3. Bf1xa6 bxa6 4. 0-0 *", ["e2e4 e7e5 g1f3 b8c6 f1a6 b7a6 e1g1"]),
+        ("1. g4 h5 2. gxh5 a6 3. h6 a5 4. hxg7 a4 5. gxh8N *", ["g2g4 h7h5 g4h5 a7a6 h5h6 a6a5 h6g7 a5a4 g7h8n"]),
+        ("1. e4 (1. d4 {) ;} d5 (1... Nf6 2. c4 (2. Nf3 1-0)) 2. c4) (1. c4) 1... e5 *", ["e2e4 e7e5"]),
         ("1. e4 e5 1-0 {White won\n\non time} $10\n\n1. d4 *", ["e2e4 e7e5", "d2d4"]),
         ('[Event "a"]\n[Site "b"]\n\n[Result "*"]\n\n1. e4 *\n', ["e2e4"]),
         ('[Event "one"]\n[Event "two"]\n\n1. e4 *\n', ["e2e4"]),
@@ -338,14 +253,8 @@ def moves_of(text: str | bytes) -> list[str]:
         ("1. e4 \u2026 e5 2\u2026 d4 \u00bd-\u00bd\n", ["e2e4 e7e5 d2d4"]),
     ],
 )
-def test_traps(text: str, games: list[str] | None) -> None:
-    found = moves_of(text)
-    if games is None:
-        assert len(found) == 1
-        assert "  " not in found[0]
-        assert len(found[0].split()) >= 5
-    else:
-        assert found == games
+def test_traps(text: str, games: list[str]) -> None:
+    assert moves_of(text) == games
 
 
 def test_a_comment_that_is_never_closed_costs_one_game(tmp_path: Path) -> None:
@@ -385,7 +294,6 @@ def test_games_that_are_left_out_are_counted_by_reason() -> None:
     [
         ("1. e4 e5 2. Ke3 *", "illegal move", "2. Ke3 is not legal"),
         ("1. e4 e4 *", "illegal move", "1... e4 is not legal"),
-        ("1. Kg1 *", "illegal move", "1. Kg1 is not legal"),
         ('[FEN "3k4/8/8/8/8/8/8/K3R3 w - - 0 1"]\n\n1. O-O *', "illegal move", "1. O-O is not legal"),
         ("1. Nf3 d5 2. Nc3 d4 3. Ne4 c5 4. Ng5 *", "ambiguous move", "4. Ng5 fits 2 legal moves"),
         ("1. e4 foo *", "broken move text", "'foo' is no move"),
@@ -393,7 +301,6 @@ def test_games_that_are_left_out_are_counted_by_reason() -> None:
         ("1. e4 (1. d4", "broken move text", "a variation is not closed"),
         ("1. e4 ) e5 *", "broken move text", "a variation is closed that was never opened"),
         ("1. e4 {a {b} c} e5 *", "broken move text", "a comment is closed that was never opened"),
-        ("1. e4 e5 } *", "broken move text", "a comment is closed that was never opened"),
         ("1. e4 1-0 e5 *", "broken move text", "moves go on after the result"),
         ('[FEN "8/8/8/8/8/8/8/8 w - - 0 1"]\n\n1. e4 *', "start that can't be played", "not a position"),
         ('[FEN "nonsense"]\n\n1. e4 *', "start that can't be played", "not a FEN"),
