@@ -40,13 +40,11 @@ def elo_of(score: float) -> float:
 
 
 def rating(pairs: Counts) -> Rating:
-    """The rating of the first player, from the results of pairs.
+    """The rating of the first player, from the results of pairs; ValueError without any.
 
     The interval is Wilson's (1927, https://doi.org/10.1080/01621459.1927.10502953), for as many decided games as would
-    have the same variance as the pairs; so it stays inside (0, 1) and is of use for few or one-sided games. To the
-    observed variance that of one pair of decided games is added, lest a few equal pairs look like certainty, and since
-    it is an estimate, the quantile is Student's. Of a match that a sequential test has ended the estimate is biased
-    away from 0, for it ends at an extreme. ValueError without pairs.
+    have the variance of the pairs plus one pair of decided games, lest a few equal pairs look like certainty; the
+    quantile is Student's. Of a match that a sequential test has ended the estimate is biased away from 0.
     """
     from scipy.stats import t  # takes a second to import
 
@@ -74,10 +72,9 @@ def rating(pairs: Counts) -> Rating:
 def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0) -> pd.DataFrame:
     """Ratings of several players, best first, from the pairs (5,) of each match (first player, second player).
 
-    A row a player: games, score, elo against the mean of all, and low and high of its 95 % interval. The likeliest
-    strengths of the Bradley-Terry model (a draw is half a point each), with one drawn pair added between players that
-    met, so that they are finite; intervals by the bootstrap over pairs. ValueError where some players are linked to
-    the others by no match.
+    A row a player: games, score, elo against the mean of all, and low and high of its 95 % interval (bootstrap over
+    pairs). Bradley-Terry strengths (a draw is half a point each), with one drawn pair added between players that met,
+    so that they are finite. ValueError where some players are linked to the others by no match.
     """
     import pandas as pd
 
@@ -119,11 +116,8 @@ def _counts(pairs: Counts) -> NDArray[np.float64]:
 
 
 def _likeliest(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
-    """Logarithms (5,) of the likeliest probabilities with the mean that belongs to an Elo difference.
-
-    p_i = f_i / (1 + x * d_i), with the observed shares f, the distances d of the scores from that mean, and the x
-    for which sum(d_i * p_i) = 0, found by bisection: the sum falls as x grows.
-    """
+    """Log of the likeliest probabilities (5,) with the mean of an Elo difference: p_i = f_i / (1 + x * d_i), with the
+    observed shares f, distances d of the scores from that mean, and by bisection the x with sum(d_i * p_i) = 0."""
     shares, distance = counts / counts.sum(), PAIR_SCORES - expected_score(elo)
     low, high = -1 / distance[-1], -1 / distance[0]
     for _ in range(100):
@@ -167,10 +161,6 @@ class Sprt(Section):
             raise ValueError(f"elo0 {self.elo0:g} must be below elo1 {self.elo1:g}")
         return self
 
-    def bounds(self) -> tuple[float, float]:
-        """Log-likelihood ratios at which H0 and H1 are accepted."""
-        return math.log(self.beta / (1 - self.alpha)), math.log((1 - self.beta) / self.alpha)
-
     def ratio(self, pairs: Counts) -> float:
         """Log-likelihood ratio of H1 to H0, each with the likeliest distribution of its mean (generalised SPRT)."""
         counts = np.maximum(_counts(pairs), 1e-3)  # an outcome that has not come yet is not impossible
@@ -180,6 +170,6 @@ class Sprt(Section):
         """True H1, False H0, None undecided (as without pairs)."""
         if not np.sum(pairs):
             return None
-        low, high = self.bounds()
+        low, high = math.log(self.beta / (1 - self.alpha)), math.log((1 - self.beta) / self.alpha)
         ratio = self.ratio(pairs)
         return True if ratio >= high else False if ratio <= low else None

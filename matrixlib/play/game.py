@@ -40,8 +40,7 @@ class Trace:
     line (n,): the moves of the game. policy and moves (K,): targets over the legal moves, row i at
     offsets[i]:offsets[i + 1]. values: of the search, simulations: done for it, full: whether it is to be learned from,
     all (n,). result: from the side to move at the first position, None unknown. ending: "normal", "resignation" or
-    "ply limit". gave_up: row at which the rule of resignation was met, -1 never; in a game that was played out the
-    game went on.
+    "ply limit". gave_up: row at which the rule of resignation was met, -1 never; a game may be played out after it.
     """
 
     number: int
@@ -72,10 +71,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Past:
-    """What came before N states: states (N, H), the newest first, of which the first `known` (N,) are there.
-
-    What stands in the others is any state.
-    """
+    """What came before N states: states (N, H), the newest first, of which only the first `known` (N,) count."""
 
     states: States
     known: NDArray[np.int64]
@@ -130,11 +126,6 @@ def endings(game: Game, states: States, moves: Moves, offsets: Offsets) -> Value
     after = game.play(np.repeat(states, np.diff(offsets)), moves)
     _, after_offsets = game.legal(after)
     return -game.terminal(after, np.diff(after_offsets))
-
-
-def unknown(states: States) -> Values:
-    """`Game.proven` for a game without tables: NaN (N,)."""
-    return np.full(len(states), np.nan, np.float32)
 
 
 def uniform(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:

@@ -32,10 +32,8 @@ def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Move
 
 
 class Evaluator:
-    """What a network says of states of its game: an `Evaluate`.
-
-    Priors are the softmax over the legal moves alone; the value is the expected result (win - loss where the head
-    says win, draw and loss) from the side to move. history: plies before a state that the network looks at.
+    """What a network says of states of its game: priors are the softmax over the legal moves alone, the value is the
+    expected result from the side to move. history: plies before a state that the network looks at.
 
     net: an `engine.network.Network`. Its task's `inputs(states, moves, offsets)` gives the arrays that its `predict`
     takes, `policy_index` (B, L) among them; where the task has a `history` above 0, `inputs` takes a `Past`, too.
@@ -111,11 +109,8 @@ class SearchResult:
 
 
 class Search:
-    """Trees over one game and one evaluator, numbered from 0, searched together.
-
-    A result is a pure function of its state, the history and moves it was given, `seed`, its `stream`
-    and the options: the other trees in the batch do not matter (as far as the evaluator does not mind).
-    """
+    """Trees over one game and one evaluator, numbered from 0, searched together. A result is a pure function of its
+    state, the history and moves it was given, `seed`, its `stream` and the options, whatever the other trees are."""
 
     def __init__(
         self, game: Game, evaluate: Evaluate, options: SearchOptions | None = None, trees: int = 1, seed: int = 0
@@ -144,13 +139,10 @@ class Search:
         only: Sequence[int] = (),
         past: States | None = None,
     ) -> None:
-        """Put a tree at a state (1,) without what it knew. history: keys of the game's states before it.
-
-        Without a history the state is taken as it is, and only positions from it on are seen to repeat. stream: number
-        of the random stream, such as that of the game; the tree's own number unless given. only: the legal moves to
-        consider in this state; all unless given. past: the last of the states before it, in the order of the game, for
-        an evaluator that looks at them.
-        """
+        """Put a tree at a state (1,) without what it knew. history: keys of the game's states before it; without it
+        only positions from this one on are seen to repeat. stream: number of the random stream; the tree's own number
+        unless given. only: the legal moves to consider in this state; all unless given. past: the last of the states
+        before it, in the order of the game, for an evaluator that looks at them."""
         keys = np.zeros(0, np.uint64) if history is None else history
         if len(keys):
             state = self.game.repeat(state, np.array([(keys == self.game.key(state)).sum()], np.int32))
@@ -198,8 +190,8 @@ class Search:
         """Search the trees (all unless given), each for a number of further simulations.
 
         noise: explore at the root (Dirichlet or Gumbel noise), for self-play; without it nothing is random.
-        until: called before every round, whether to stop early. ValueError if a tree's game is over. What interrupts
-        a search otherwise, such as an error of the evaluator, costs the trees what they knew.
+        until: called before every round, whether to stop early. ValueError if a tree's game is over. After any other
+        error, such as one of the evaluator, the trees know nothing.
         """
         rows = np.arange(self.trees, dtype=np.int32) if trees is None else np.asarray(trees, np.int32)
         budget = np.zeros(len(rows), np.int64) + np.asarray(simulations, np.int64)

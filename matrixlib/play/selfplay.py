@@ -66,7 +66,6 @@ def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> 
 
 
 def _move(search: Search, slots: list[int], games: list[_GameInProgress], options: SelfPlayOptions) -> None:
-    """Search and play one move in each game; slots: their trees."""
     rngs = [np.random.default_rng([search.seed, game.number, len(game.moves), 2]) for game in games]
     full = [bool(rng.random() < options.full_share) for rng in rngs]
     budget = [options.num_simulations if f else options.num_quick_simulations for f in full]

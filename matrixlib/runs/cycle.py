@@ -48,8 +48,7 @@ from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_config
 from matrixlib.tasks import get_task
 
-FREE = ("generations", "workers", "fleet")
-"""Options that change no game and no weight."""
+FREE = ("generations", "workers", "fleet")  # options that change no game and no weight
 
 
 def open_cycle(
@@ -86,7 +85,7 @@ def open_cycle(
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
-    """Resolved when a cycle begins, tried and stored: what plays, learns and is compared is to compute alike."""
+    """Resolved and tried when a cycle begins, then stored: all of its parts are to compute alike."""
     path = folder / "runtime.json"
     if not path.exists():
         network, changes = config.network, {} if device == "auto" else {"device": device}
@@ -170,16 +169,12 @@ class Cycle:
         """The network of a generation, averaged weights; 0 is the untrained one."""
         return games.network(self.config, self.runtime, games.weights_of(self.folder, self.config, generation))
 
-    # Stages
-
     def _stored(self, number: int) -> Generation:
-        """A generation as far as it has come. The best network when it begins plays its games and is its opponent,
-        whatever is decided meanwhile."""
+        """As far as it has come; the best network as it begins is its opponent, whatever is decided meanwhile."""
         known = read_generations(self.folder).get(number)
         return known or Generation(number=number, by=self.best, begun=files.utc_now()).write(self.folder)
 
     def _compute(self, parts: Mapping[int, Part], *stored: bytes) -> closing[Generator[tuple[int, Any], None, None]]:
-        """Games, as they come. Closed, it leaves nothing running beside a training."""
         config, gpu = self.config, self.runtime.device == "cuda"
         workers = config.workers if config.fleet == "local" else 0
         return closing(compute(parts.items(), stored, kind=config.fleet, workers=workers, gpu=gpu))
@@ -245,8 +240,7 @@ class Cycle:
         return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
 
     def _settle(self, generation: Generation, counts: Mapping[str, int]) -> Generation:
-        """What a candidate learns from, whatever becomes of shards and decisions meanwhile. Its first weights are those
-        of the generation before it, after a roll-back those of the best one."""
+        """What a candidate begins with (after a roll-back the best network) and learns from, once and for all."""
         number, decisions = generation.number, self.decisions()
         recent = [f"selfplay_{one:03d}" for one in range(max(1, number - self.config.window + 1), number + 1)]
         before = read_generations(self.folder).get(number - 1)
@@ -259,7 +253,7 @@ class Cycle:
         )
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
-        """Top-1 on the held-out positions that no game to learn from has, as games begin alike; and their share."""
+        """Top-1 on the held-out positions that no game to learn from has; and their share."""
         known = data.training.of_records(self.rules.keys)
         rows = data.validation.only(~np.isin(data.validation.of_records(self.rules.keys), known))
         share = rows.count / data.validation.count
@@ -269,8 +263,7 @@ class Cycle:
         return {"new": share, "top1_new": figures.get("top1")}
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
-        """The candidate against an earlier network, in batches that count in their order, until the plan or the test
-        ends it."""
+        """Against an earlier network, in batches that count in their order, until the plan or the test ends it."""
         options, number, game = self.config.match, generation.number, self.rules.game
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
@@ -303,10 +296,5 @@ class Cycle:
         accepted = self.config.match.decision(pairs)
         outcome = {True: "SPRT accepts", False: "SPRT refuses", None: "SPRT is undecided"}[accepted]
         early = " early (the truth is less extreme)" if sum(pairs) < self.config.match.pairs else ""
-        decision = Decision(
-            kind="match",
-            after=number,
-            best=number if accepted else self.best,
-            reason=f"{outcome}{early}: {rating(pairs)}",
-        )
-        return generation.write(self.folder, decision=decision)
+        best, reason = number if accepted else self.best, f"{outcome}{early}: {rating(pairs)}"
+        return generation.write(self.folder, decision=Decision(kind="match", after=number, best=best, reason=reason))

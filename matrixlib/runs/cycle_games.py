@@ -33,12 +33,9 @@ from matrixlib.tasks.spec import GameSpec, weights
 
 TRIAL_GAMES = 4
 HELD_OUT = 20  # every so many games one is held out of training
-Pairs: TypeAlias = tuple[int, int, int, int, int]
-"""Pairs that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
-Tally: TypeAlias = dict[str, Any]
-"""Figures of games of self-play, see `tally`."""
-Against: TypeAlias = Literal["match", "anchor"]
-"""A match with the best network, or with generation 0."""
+Pairs: TypeAlias = tuple[int, int, int, int, int]  # that scored 0, 1/2, 1, 3/2 and 2 points of 2
+Tally: TypeAlias = dict[str, Any]  # figures of games of self-play, see `tally`
+Against: TypeAlias = Literal["match", "anchor"]  # the best network, or generation 0
 
 
 class CycleError(ValueError):
@@ -86,9 +83,6 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
         )
     cycle = validated(CycleConfig, {**data, "network": config}, name)
     return cycle.model_copy(update={"network": config.model_copy(update={"seed": cycle.seed})})
-
-
-# The record
 
 
 class Decision(Section):
@@ -159,9 +153,6 @@ def read_generations(folder: Path) -> dict[int, Generation]:
     return dict(sorted(stored.items()))
 
 
-# Networks
-
-
 def rules(config: CycleConfig) -> GameSpec:
     """The game that a cycle plays."""
     game = get_task(config.network.task).game
@@ -196,7 +187,7 @@ def player(config: CycleConfig, net: Network) -> Player:
 
 
 def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
-    """An update's rows to try a device with: openings of games between uniform players, called drawn."""
+    """Rows to try a device with: openings of games between uniform players, called drawn."""
     game = rules(config)
     options = SelfPlayOptions(parallel=TRIAL_GAMES, num_simulations=2, plies=8)
     drawn = [replace(trace, result=0.0) for trace in play_games(game.game, uniform, range(TRIAL_GAMES), options)]
@@ -206,15 +197,11 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-# Games: parts for `fleet.compute`, each on one thread, as its processes are the parallelism
-
-
 def play_chunk(
     cycle: str, config: CycleConfig, runtime: Runtime, generation: Generation, first: int, stored: bytes
 ) -> tuple[Tally, dict[str, bytes]]:
-    """The games of a generation from `first` on, a chunk of them, by the network with these weights: their figures, and
-    shards (name -> bytes), one of training and one of held-out games. runtime: of one thread.
-    """
+    """A chunk of a generation's games from `first` on, by the network with these weights: figures, and shards (name ->
+    bytes) of training and of held-out games. runtime: of one thread, as the processes are the parallelism."""
     runtime.apply()
     spec, game = get_task(config.network.task), rules(config)
     evaluator = Evaluator(network(config, runtime, stored))
@@ -223,8 +210,8 @@ def play_chunk(
     numbers = range(first, min(first + config.chunk, config.games))
     traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed))
     traces.sort(key=lambda trace: trace.number)
-    names = {number: f"{cycle}/{generation.number}/{number}".encode() for number in numbers}
-    ids = {n: int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") for n, name in names.items()}
+    hashes = {n: hashlib.blake2b(f"{cycle}/{generation.number}/{n}".encode(), digest_size=8) for n in numbers}
+    ids = {n: int.from_bytes(named.digest(), "little") for n, named in hashes.items()}
     batch = game.batch(traces, ids)
     outside = np.array([ids[number] for number in numbers if number % HELD_OUT == HELD_OUT - 1], np.uint64)
     validation = np.isin(batch["records"]["game"], outside)
@@ -242,9 +229,8 @@ def play_chunk(
 
 
 def tally(game: Game, traces: Sequence[Trace]) -> Tally:
-    """wins, draws, losses: of the side that starts a game; unknown: games without a result; played_out: games that were
-    played on although a side would have resigned, wrong: those that it did not lose.
-    """
+    """wins, draws, losses: of the side that starts a game; unknown: games without a result; played_out: games that
+    went on although a side would have resigned, wrong: those that it did not lose."""
     starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]  # results are the first mover's
     points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
@@ -256,8 +242,7 @@ def tally(game: Game, traces: Sequence[Trace]) -> Tally:
 def play_part(
     config: CycleConfig, runtime: Runtime, generations: tuple[int, int], openings: States, first: int, *stored: bytes
 ) -> tuple[str, Pairs]:
-    """Pairs of games between the networks of two generations, from number `first` on, all at once: (the games as they
-    are written, how many pairs scored what)."""
+    """Pairs of games between two generations, from number `first` on: (the games as text, how many scored what)."""
     runtime.apply()
     game = rules(config).game
     one, two = (player(config, network(config, runtime, part)) for part in stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.tasks.spec import TaskSpec
 
-
-NAMED = 5
-"""Suspicious shards that a run names."""
+NAMED = 5  # suspicious shards in a message
 
 
 class RunError(ValueError):
@@ -36,12 +34,9 @@ class RunError(ValueError):
 
 @dataclass
 class RunData:
-    """What one run trains on and is judged by. messages: what a person should know of it, so far. config, runtime: as
-    resolved, the number of updates and the micro-batch maybe later than the rest.
-
-    ranks: which rows of each batch this process makes. parts: of the caller's own, which `task` has already.
-    training, validation: loaders of the whole data. Raises RunError where there is none of either, or of a phase.
-    """
+    """What one run trains on and is judged by, and messages about it. ranks: which rows of each batch this process
+    makes. parts: of the caller's own, which `task` has already. training, validation: loaders of the whole data.
+    Raises RunError where there is none of either, or of a phase."""
 
     config: Config
     runtime: Runtime
@@ -134,8 +129,8 @@ class RunData:
                 + "; restore the shards or import the data again"
             )
         options |= {"limit": data.limit, "window_blocks": data.window_blocks, **self._making("train")}
-        size, seed = self.config.train.batch_size, self.config.seed
-        loader = Loader(rows, self.spec.layout, size, seed, task.prepare, **options)
+        size = self.config.train.batch_size
+        loader = Loader(rows, self.spec.layout, size, self.config.seed, task.prepare, **options)
         loader.check_cache()
         return loader
 
@@ -215,8 +210,8 @@ class RunData:
         """Share of the rows of "train" or "validation" that were damaged, of what has been read so far."""
         loader, lost = self.training if split == "train" else self.validation, self._lost[split]
         whole = {name for name, block in lost if block == WHOLE}
-        counted = [part for part in lost if part[1] == WHOLE or part[0] not in whole]
-        return sum(loader.rows_in(*part) for part in counted) / loader.count
+        rows = (loader.rows_in(name, block) for name, block in lost if block == WHOLE or name not in whole)
+        return sum(rows) / loader.count
 
     def _say(self, text: str) -> None:
         self.messages.append(text)
@@ -242,8 +237,7 @@ def held_out_loader(
 
 
 def rows_of(catalogue: Catalogue, split: str, config: Config, sources: Iterable[str] = ()) -> list[ShardRow]:
-    """The healthy shards of a split whose source is one of `sources` (all without any), but for suspicious ones where
-    these are to be left out."""
+    """The healthy shards of a split and of these sources (all without any); suspicious ones as the options say."""
     names, use = set(sources), config.data.suspicious == "use"
     return [row for row in catalogue.shards(split) if (not names or row.source in names) and (use or not doubt(row))]
 
@@ -260,8 +254,5 @@ def shards_in_use(spec: TaskSpec[Any], config: Config, catalogue: Catalogue) -> 
 
 
 def doubt(row: ShardRow) -> str:
-    """Which figures of a shard were far from those of its source when it came in, in words; empty where none was."""
-    outliers = row.quality.get("outliers")
-    if not isinstance(outliers, Mapping):
-        return ""
-    return ", ".join(f"{figure} z {z:+.1f}" for figure, z in outliers.items() if isinstance(z, (int, float)))
+    """Figures of a shard that were far from those of its source when it came in, as a text."""
+    return ", ".join(f"{figure} z {z:+.1f}" for figure, z in row.quality.get("outliers", {}).items())

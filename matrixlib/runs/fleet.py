@@ -21,11 +21,9 @@ from matrixlib.hardware import backend
 Kind: TypeAlias = Literal["local", "ray"]
 Part: TypeAlias = Callable[..., Any]
 K = TypeVar("K")
-MAX_RETRIES = 3
-"""Nodes that may go away under one part of a Ray cluster."""
+MAX_RETRIES = 3  # of a part whose node goes away
 POLL_SECONDS = 0.5
-SAVE_SECONDS = 30.0
-"""In which parts that are cancelled on a cluster save and end."""
+SAVE_SECONDS = 30.0  # in which parts that are cancelled on a cluster save and end
 _shared: tuple[Any, ...] = ()  # in a worker process
 
 
@@ -89,8 +87,7 @@ def _in_processes(
 
 def _gpus() -> list[str]:
     """Names of this machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
-    count = backend.device_count()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names, count = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), backend.device_count()
     return names if len(names) == count else [str(number) for number in range(count)]
 
 
@@ -110,9 +107,6 @@ def _begin(shared: bytes, started: Any, gpus: Sequence[str], log: Path | None) -
 
 def _run(part: Part) -> Any:
     return part(*_shared)
-
-
-# On a Ray cluster
 
 
 def _on_ray(

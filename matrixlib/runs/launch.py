@@ -32,18 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", default="quick", help="a file in params/ (default: quick)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--steps", type=int, default=0, help="updates; 0 = as the preset says")
-    parser.add_argument(
-        "--run",
-        "--name",
-        dest="run",
-        default="",
-        help="name of the run (torchrun takes --run for its own); empty = resume the newest incomplete, else start one",
-    )
-    parser.add_argument(
-        "--base",
-        action="store_true",
-        help="train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others",
-    )
+    name = "name of the run (torchrun takes --run for its own); empty = resume the newest incomplete, else start one"
+    parser.add_argument("--run", "--name", dest="run", default="", help=name)
+    base = "train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others"
+    parser.add_argument("--base", action="store_true", help=base)
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
     options = parser.parse_args(arguments)
@@ -98,8 +90,7 @@ def _write_base(preset: str, device: str, run: str) -> int:
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:
-    """Run the notebook in a kernel that ends with this process; returns why it failed, or an empty string. SIGTERM and
-    Ctrl-C go on to the kernel, which saves a checkpoint and ends the notebook."""
+    """Run the notebook in a kernel, to which SIGTERM and Ctrl-C go on; returns why it failed, or an empty string."""
     import papermill
     from nbclient.exceptions import DeadKernelError
 

@@ -39,8 +39,7 @@ MAY_CHANGE = (
     "teacher.network",  # where it lies: by its SHA-256 it is the same
 )
 """Options, or sections with a dot at their end, that may be other ones when a run is resumed."""
-SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")
-"""Those whose `auto` stands for what was settled as the run began."""
+SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")  # `auto`: as settled when the run began
 
 
 def requested_config(
@@ -56,13 +55,7 @@ def requested_config(
     return load_config(preset, configuration.merge(overrides, arguments))
 
 
-def run_folder(
-    preset: str,
-    run: str,
-    requested: Config,
-    kind: str = "train",
-    parts: Parts = Parts(),  # noqa: B008 - frozen
-) -> Path:
+def run_folder(preset: str, run: str, requested: Config, kind: str = "train", parts: Parts | None = None) -> Path:
     """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one.
     Nothing is made."""
     root = files.reports_root()
@@ -70,7 +63,8 @@ def run_folder(
         if problem := files.name_problem(run):
             raise RunError(f"run name {run!r} {problem}")
         return root / run
-    wanted, own = {"kind": kind, "preset": preset, "requested": configuration.dump(requested)}, parts.record()
+    wanted = {"kind": kind, "preset": preset, "requested": configuration.dump(requested)}
+    own = parts.record() if parts is not None else {}
     for stored in whole_runs(root):
         same = wanted.items() <= stored.record.items() and own == stored.record.get("parts", {})
         if same and not stored.complete and not locked(stored.path):
@@ -124,9 +118,8 @@ def stored_record(folder: Path) -> dict[str, Any]:
 def resume_record(
     folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str], processes: int
 ) -> tuple[Config, runtimes.Runtime]:
-    """The resolved configuration and the runtime of a run that goes on, with the permitted changes; anything else is
-    refused by name. processes: that this one is to start.
-    """
+    """The resolved configuration and the runtime of a run that goes on, with the permitted changes; others are refused
+    by name."""
     data, file = read_run_config(folder)
     data = configuration.dump(parse_config(data, file, requested.task))
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
@@ -153,14 +146,9 @@ def resume_record(
 
 def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
     """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
+    same = {name: getattr(runtime, name) for name in ("device", "threads", "channels_last")}
     resolved = {
-        "runtime": {
-            "device": runtime.device,
-            "precision": runtime.dtype,
-            "threads": runtime.threads,
-            "channels_last": runtime.channels_last,
-            "compile": runtime.compile or False,
-        },
+        "runtime": same | {"precision": runtime.dtype, "compile": runtime.compile or False},
         "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
         "train": {"micro_batch": runtime.micro_batch},
     }
@@ -168,9 +156,7 @@ def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
 
 
 def write_record(folder: Path, preset: str, requested: Config, data: RunData, kind: str, init: dict[str, Any]) -> None:
-    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights
-    (`init`) and teacher.
-    """
+    """Write config.yaml (resolved) and run.json (requested, on what, from what weights: `init`) of a new run."""
     write_text(folder / "config.yaml", configuration.to_yaml(data.config))
     record = {
         "kind": kind,
@@ -189,8 +175,7 @@ def write_record(folder: Path, preset: str, requested: Config, data: RunData, ki
 
 @functools.cache
 def git_commit() -> str:
-    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere. As
-    this process was first asked: it goes on with the code that it began with."""
+    """Commit of the checkout that the package runs from, with `+changes` where it is not clean; '' elsewhere."""
     if files.CHECKOUT is None:
         return ""
     words = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]

@@ -55,11 +55,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """One run: made by `open_run`; `train` yields its updates, everything else looks at it.
-
-    config, runtime: as resolved; steps: updates of the whole run. processes: above 1: ranks that train in processes of
-    their own, which this one starts and follows.
-    """
+    """One run, made by `open_run`. config, runtime: as resolved; steps: updates of the whole run; processes: above 1:
+    ranks that train in processes of their own, which this one starts and follows."""
 
     folder: Path
     preset: str
@@ -82,10 +79,9 @@ class Run:
     @property
     def complete(self) -> bool:
         """True when the run has reached its last update, or was stopped early by what would still stop it."""
-        summary = self.summary()
-        if not summary.get("complete"):
-            return False
-        return summary.get("steps", 0) >= self.steps or bool(summary.get("stopped_early") and self.trainer.stop_reason)
+        done = self.summary()
+        reached = done.get("steps", 0) >= self.steps
+        return bool(done.get("complete") and (reached or (done.get("stopped_early") and self.trainer.stop_reason)))
 
     @property
     def trainer(self) -> Trainer:
@@ -112,8 +108,7 @@ class Run:
 
     def batch(self, i: int = 0) -> Batch:
         """Training batch i on the device of the network: the arrays of the task's `prepare`, and what the network takes
-        (for chess `planes`). The run's place in the data and its random streams stay as they are.
-        """
+        (for chess `planes`). The run's place in the data and its random streams stay as they are."""
         from matrixlib.engine.task import to_device
 
         batch = to_device(self.data.batch(i), self.runtime.torch_device)
@@ -124,10 +119,8 @@ class Run:
         return self.spec.show(self.task, batch, rows)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Mean loss of each active term over a batch, with its graph; the network stays in its mode.
-
-        The loss of an update is their sum by `task.weights`.
-        """
+        """Mean loss of each active term over a batch, with its graph; an update's loss is their sum by `task.weights`.
+        The network stays in its mode."""
         from matrixlib.engine.task import active_terms
 
         counts = self.task.counts({name: tensor.cpu() for name, tensor in batch.items()})
@@ -191,7 +184,7 @@ class Run:
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
-            # closed here and not where the last reference goes, from where an interrupt would reach nobody
+            # closed here: where the last reference goes an interrupt would reach nobody
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
@@ -214,13 +207,12 @@ class Run:
             self.close()
 
     def _forget(self) -> None:
-        """Let go of a trainer that knows of what was before."""
         if self._trainer is not None:
             self._trainer.metrics.close()
             self._trainer = None
 
     def _log_events(self, events: Events | None, stats: Stats) -> Events:
-        """Add an update to the TensorBoard events; they are made anew at the first, and where the metrics were cut."""
+        """The events with an update more; begun anew at the first, and where the metrics were cut."""
         from matrixlib.runs.tensorboard import Events
 
         cut = stats.action == "rollback"
@@ -341,11 +333,8 @@ def finished_run(
     overrides: Mapping[str, Any] | None = None,
     fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True,
 ) -> Path:
-    """Folder of a complete run: the named one, else the newest of the task of `preset`, which is trained where there
-    is none.
-
-    fits: which of them will do, by the requested configuration. overrides: over the preset, so that what
-    is trained will do. Raises RunError for a name without a complete run.
+    """Folder of a complete run: the named one, else the newest of the task of `preset` whose requested configuration
+    `fits`; where there is none, one is trained with `overrides`. Raises RunError for a name without a complete run.
     """
     if name:
         return complete_run(name)
@@ -354,7 +343,6 @@ def finished_run(
     fresh = open_run(preset, overrides=overrides)
     for _ in fresh.train():
         pass
-    fresh.close()
     return fresh.folder
 
 
@@ -374,7 +362,6 @@ def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
 def _open(
     folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks, processes: int, parts: Parts
 ) -> Run:
-    """processes: that this one is to start; it opens the run as their first."""
     from matrixlib.engine import compiler, distributed
     from matrixlib.runs import start as starts
 

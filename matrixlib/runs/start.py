@@ -32,9 +32,8 @@ LISTED = 8  # names in a message
 
 @dataclass(frozen=True)
 class Start:
-    """Weights that a run begins with, by the names of its model's state. record: what run.json keeps: `source` as it
-    was asked for, `sha256` of the file, `new`: names that the source does not have, or in another shape, which stay
-    random, `left_out`: names of the source that have no place here. messages: what a person should know."""
+    """Weights that a run begins with, by the names of its model's state. record, for run.json: `source` as it was asked
+    for, `sha256` of the file, names that are `new` here, so random, and names of the source that are `left_out`."""
 
     tensors: Mapping[str, Tensor]
     record: dict[str, Any]
@@ -58,11 +57,8 @@ def refuse_other_weights(what: str, sha256: str, record: Mapping[str, Any], run:
 
 def read_start(config: Config, task: Task) -> Start:
     """The weights that `train.init` names: of a run (the best, averaged where it kept an average), of one of its
-    checkpoints, or of a file of Matrix0.
-
-    Names and shapes have to be those of the model; with `train.init_partial` what fits is taken. What a training learns
-    for itself alone, such as a temperature, is no part of the network: it begins anew and counts on neither side.
-    ValueError names what does not fit.
+    checkpoints, or of a file of Matrix0. ValueError names what does not fit, unless `train.init_partial` takes the
+    rest. What belongs to the training alone, such as a learned temperature, begins anew and counts on neither side.
     """
     source = config.train.init
     tensors, options, sha256, aside = _weights(source, config)
@@ -114,13 +110,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None) -> Trainer:
-    """The engine's trainer with a run's data, folder and ranks, where its newest checkpoint left it; start: weights to
-    begin with, where there is none yet."""
+    """The engine's trainer, where a run's newest checkpoint left it, or with the weights of `start`."""
     data.try_workers()
     config, teacher, steps = data.config, data.teacher, data.config.train.steps
     assert isinstance(steps, int)
-    log = folder / "metrics.jsonl"
     model, kept = fresh_model(data.task), config.checkpoint
+    stored = Checkpoints(folder / "checkpoints", kept.keep, kept.compress, best=kept.keep_best, every=kept.keep_every)
     targets = partial(log_targets, folder / "targets.jsonl", partial(data.spec.ssl_targets, data.task))
     recorded = {"teacher": dict(teacher.record)} if teacher is not None else {}
     context = Context(
@@ -130,14 +125,8 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
         config=config,
         data=data,
         folder=folder,
-        checkpoints=Checkpoints(
-            folder / "checkpoints",
-            kept.keep,
-            kept.compress,
-            best=kept.keep_best,
-            every=kept.keep_every,
-        ),
-        metrics=MetricsLog(log, interval(steps), writes=ranks.first),
+        checkpoints=stored,
+        metrics=MetricsLog(folder / "metrics.jsonl", interval(steps), writes=ranks.first),
         steps=steps,
         state_extra={"config": configuration.dump(config), "catalogue": data.catalogue.hash(), **recorded},
         curriculum=data.spec.curriculum(config),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.data.shards import Batch, concat, select
-from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, unknown
+from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.records import (
     LAYOUT,
@@ -110,7 +110,7 @@ class ChessGame:
 
         Wins and losses that the fifty-move rule turns into draws are draws.
         """
-        values = unknown(states)
+        values = np.full(len(states), np.nan, np.float32)
         if self.tables is None:
             return values
         men = np.bitwise_count(bitboard.bitboards(states["pieces"])).sum(1)
