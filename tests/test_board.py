@@ -16,7 +16,6 @@ from networks import material_net, random_net
 from matrixlib.tasks.chess.board.session import Page, Session
 
 MATE = "r1bqkbnr/pppp1ppp/2n5/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4"  # Qxf7
-PROMOTION = "8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +50,16 @@ def test_a_game_follows_the_rules_and_comes_back_from_its_pgn(net: Any) -> None:
     assert all(sum(chances) == pytest.approx(1, abs=1e-3) for chances in game.course())
 
 
-@pytest.mark.parametrize("uci", ["e2e5", "e7e5", "0000", "e2"])
-def test_a_move_that_is_not_legal_is_refused_and_changes_nothing(net: Any, uci: str) -> None:
-    game = session(net)
-    with pytest.raises(ValueError, match=uci):
-        game.play(uci)
-    assert game.board == chess.Board()
-
-
 def test_nobody_moves_for_the_network_or_after_the_end(net: Any) -> None:
     game = session(net, start=MATE)
     game.play("h5f7")
-    assert game.result == ("1-0", "checkmate")
-    assert game.course()[-1] == (1, 0, 0)
-    assert not game.network_to_move
+    assert (game.result, game.course()[-1]) == (("1-0", "checkmate"), (1, 0, 0))
     with pytest.raises(ValueError, match="the game is over: 1-0 checkmate"):
         game.play("a7a6")
     with pytest.raises(ValueError, match="over"):
         game.think()
-    black = session(net, side="black")
     with pytest.raises(ValueError, match="network's turn"):
-        black.play("e2e4")
-    with pytest.raises(ValueError, match="no move to play"):
-        black.answer()
+        session(net, side="black").play("e2e4")
 
 
 def test_a_claimable_draw_ends_the_game(net: Any) -> None:
@@ -90,7 +76,7 @@ def test_a_move_is_taken_back_with_its_answer_and_a_resignation_too(net: Any) ->
     game.play("e7e5")
     game.think()
     game.answer()
-    game.resign()
+    game.handle({"kind": "resign"}, lambda page: None)
     assert game.result == ("1-0", "resigned")
     game.take_back()
     assert game.board.move_stack == [first]
@@ -101,33 +87,19 @@ def test_a_move_is_taken_back_with_its_answer_and_a_resignation_too(net: Any) ->
     game.take_back()
     game.take_back()
     assert game.board == chess.Board(), "and no further"
-
-
-def test_a_move_taken_back_leaves_nothing_of_it_behind(net: Any) -> None:
-    """The position after another move is not judged as that after the first."""
     game = session(net)
     game.play("e2e4")
     game.think()
-    before = game.evaluation
     game.take_back()
     game.play("a2a3")
-    assert game.evaluation.fen == game.board.fen() != before.fen
-    assert game.evaluation.search is None
-
-
-def test_promotions_are_asked_for(net: Any) -> None:
-    game = session(net, start=PROMOTION)
-    assert game.page()["promotions"] == ["e7e8"]
-    assert game.page()["destinations"]["e7"] == ["e8"]
-    game.play("e7e8n")
-    assert game.board.piece_at(chess.E8) == chess.Piece.from_symbol("N")
+    assert (game.evaluation.fen, game.evaluation.search) == (game.board.fen(), None), "not that of the first move"
 
 
 def test_the_best_move_is_played_and_shown() -> None:
     game = session(material_net(), start="6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1", side="black")
     thought = game.think()
     assert thought.line == ("Rd8#",)
-    assert next(iter(game.arrows()["search"])) == "d1d8"
+    assert game.page()["arrows"]["search"][0][0] == "d1d8"
     assert game.answer() == chess.Move.from_uci("d1d8")
     assert game.page()["line"].startswith("1. Rd8# (+1.00 for White, "), "though Black is to move now"
 
@@ -148,10 +120,6 @@ def test_a_time_a_move_is_kept_and_the_simulations_are_counted(net: Any, monkeyp
     assert 2.0 <= now[0] < 2.3
     assert thought is not None
     assert thought.search.simulations > 20
-    monkeypatch.undo()
-    counted = session(net).think()
-    assert counted is not None
-    assert counted.search.simulations == 16
 
 
 def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:
@@ -171,10 +139,8 @@ def test_a_network_of_another_task_is_refused() -> None:
     ("options", "reason"),
     [
         ({"simulations": 0}, "simulations or of seconds"),
-        ({"simulations": -1}, "simulations or of seconds"),
         ({"seconds": float("inf")}, "simulations or of seconds"),
         ({"side": "red"}, "white or black, not 'red'"),
-        ({"start": "nonsense"}, "nonsense"),
         ({"start": "8/8/8/8/8/8/8/8 w - - 0 1"}, "KING"),
     ],
 )
@@ -213,7 +179,6 @@ def test_a_page_plays_and_is_answered(net: Any) -> None:
     page = visitor.wait(lambda page: not page["thinking"])
     assert (page["turn"], page["problem"], len(page["chances"])) == ("black", "", 4)
     assert len(page["maps"]["threat"]) == 64
-    assert [name for name, _ in page["keys"]["threat"]] == ["0%", "50%", "100%"]
     assert [name for name, _ in page["keys"]["control"]] == ["theirs", "even", "ours"]
     assert set(page["maps"]["control"]) <= {colour for _, colour in page["keys"]["control"]}
     assert page["status"] == "your move"
@@ -236,10 +201,8 @@ def test_thinking_ends_with_the_page_and_goes_on_with_the_next(net: Any) -> None
     assert not visitor.pages[-1]["thinking"]
     assert game.board.move_stack == [chess.Move.from_uci("e2e4")], "no answer was played"
     game.handle({"kind": "open"}, visitor)
-    assert visitor.pages[-1]["thinking"]
     game.handle({"kind": "limit", "simulations": 8, "seconds": 0}, visitor)
     visitor.wait(lambda page: not page["thinking"] and page["turn"] == "white")
-    assert all(one.name != "board" or not one.is_alive() for one in threading.enumerate())
 
 
 def test_a_second_page_of_a_game_ends_the_thinking_of_the_first_unless_it_is_closed(net: Any) -> None:
@@ -255,16 +218,12 @@ def test_a_second_page_of_a_game_ends_the_thinking_of_the_first_unless_it_is_clo
     assert not first.pages[-1]["thinking"], "and its page knows"
 
 
-@pytest.mark.parametrize(("typed", "wanted"), [("1e3", 1000), ("1.5", "a whole number, not 1.5"), ("", 0)])
-def test_simulations_are_a_whole_number(net: Any, typed: str, wanted: int | str) -> None:
-    visitor = Visitor()
-    game = session(net, seconds=1.0)
-    game.handle({"kind": "limit", "simulations": typed, "seconds": "1"}, visitor)
-    problem = visitor.pages[-1]["problem"]
-    if isinstance(wanted, int):
-        assert (game.simulations, problem) == (wanted, "")
-    else:
-        assert problem == f"simulations must be {wanted}"
+def test_simulations_are_a_whole_number(net: Any) -> None:
+    visitor, game = Visitor(), session(net, seconds=1.0)
+    for typed, simulations, problem in (("1e3", 1000, ""), ("", 0, ""), ("1.5", 0, "must be a whole number, not 1.5")):
+        game.handle({"kind": "limit", "simulations": typed, "seconds": "1"}, visitor)
+        assert game.simulations == simulations
+        assert visitor.pages[-1]["problem"].endswith(problem)
 
 
 def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:

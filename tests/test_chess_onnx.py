@@ -1,5 +1,6 @@
 """Chess networks as ONNX: every option says the same in the file, which explains itself; nothing wrong is written."""
 
+import copy
 import json
 import shutil
 import sys
@@ -25,8 +26,7 @@ from matrixlib.tasks.chess.evaluate import onnx as export
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.onnx import PLANE_NAMES, moves
-from matrixlib.tasks.chess.evaluate.strength import network_player
-from matrixlib.tasks.chess.planes import planes
+from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.records import from_boards, legal_indices, policy_index
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -53,10 +53,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
             **SMALL,
             "block": "bottleneck",
             "norm": {"blocks": "batch", "stem_heads": "batch"},
-            "se_ratio": 0.25,
-            "activation": "mish",
             "policy": {"kind": "dense", "channels": 8},
-            "ssl": [],
         },
     ),
 }
@@ -102,7 +99,7 @@ def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
     assert 0 < file.difference < 1e-4
     boards = [board for board in hard_positions() if any(board.legal_moves)]
     session = onnx.session(path, threads=1)
-    for count in (1, 7, len(boards)):
+    for count in (1, len(boards)):
         batch = packed(net, boards[:count])
         given = planes({k: torch.from_numpy(v) for k, v in batch.items()}, net.task.config.model.encoding)
         answers = dict(zip(file.outputs, session.run(None, {"planes": given.numpy()}), strict=True))
@@ -116,7 +113,6 @@ def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
         by_file = export.load(net, path).predict(batch)
         for key in ("policy", "value"):
             np.testing.assert_allclose(by_file[key], expected[key], atol=1e-4)
-    assert net.model.training is False
 
 
 @needs_packages
@@ -126,11 +122,11 @@ def test_a_file_that_says_something_else_is_not_written(
     (net, stored), path = exported, tmp_path / "model.onnx"
     path.write_text("an earlier one")
     monkeypatch.setattr(torch.onnx, "export", lambda module, inputs, draft, **_: shutil.copy(stored, draft))
-    for wrong in (1e-3, float("nan")):
-        result = [np.zeros(3), np.array([0.0, wrong]), np.zeros(2)]
-        monkeypatch.setattr(onnx, "differences", lambda *_, result=result: iter(result))
+    for wrong in (1e-2, float("nan")):
+        other = Net(copy.deepcopy(net.model), net.task, net.runtime)
+        next(other.model.parameters()).add_(wrong)
         with pytest.raises(ValueError, match="differ from the network"):
-            export.export(net, path)
+            export.export(other, path)
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an earlier one"]
     with pytest.raises(ValueError, match="no folder"):
         export.export(net, tmp_path / "nowhere" / "model.onnx")
@@ -150,7 +146,6 @@ def test_the_file_explains_itself_and_becomes_small_and_can_play(exported: tuple
     expected, answers = (requested.predict(batch)["value"] for requested in (net, export.load(net, small)))
     assert 0 < np.abs(expected - answers).max() < 0.1
     assert np.corrcoef(expected, answers)[0, 1] > 0.99, "what is measured with it is about the same network"
-    assert network_player(export.load(net, small), 0)
 
 
 @needs_packages
@@ -180,22 +175,12 @@ def test_moves_are_named_by_their_index(encoding: str) -> None:
     for board in hard_positions():
         shown = board if board.turn or encoding == "matrix0" else board.mirror()
         net_index = {policy_index(move, board.turn): move for move in board.legal_moves}
-        task_index = export_frame(encoding, board.turn, list(net_index))
+        task_index = move_map(encoding)[0 if board.turn else 1][list(net_index)].tolist()
         for index, move in zip(task_index, net_index.values(), strict=True):
-            text = named[index] + ("q" if move.promotion == chess.QUEEN else "")
-            turned = move if shown is board else mirrored(move)
-            assert text == turned.uci()
-            assert chess.Move.from_uci(text) in shown.legal_moves
-
-
-def export_frame(encoding: str, white: bool, indices: list[int]) -> list[int]:
-    from matrixlib.tasks.chess.planes import move_map
-
-    return move_map(encoding)[0 if white else 1][indices].tolist()
-
-
-def mirrored(move: chess.Move) -> chess.Move:
-    return chess.Move(chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion)
+            turn = (lambda square: square) if shown is board else chess.square_mirror
+            turned = chess.Move(turn(move.from_square), turn(move.to_square), move.promotion)
+            assert named[index] + ("q" if move.promotion == chess.QUEEN else "") == turned.uci()
+            assert turned in shown.legal_moves
 
 
 @pytest.mark.parametrize("name", onnx.PACKAGES)

@@ -14,12 +14,11 @@ from matrixlib.tasks.chess.evaluate import held_out
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.spec import TASK
 
-MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
 FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"
 
 
 def test_captured_value_agrees_with_python_chess() -> None:
-    for fen in (FREE_QUEEN, MATE_IN_ONE, "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1"):
+    for fen in (FREE_QUEEN, "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1"):
         board = chess.Board(fen)
         rows = records.from_boards([board])
         index, _ = records.legal_indices(rows)
@@ -48,13 +47,10 @@ def test_baselines_by_hand() -> None:
         "result": np.array([-1], np.int8),
     }
     sums = held_out.baselines(batch, 0.0)
-    assert sums["uniform_top1"] == pytest.approx(1 / n)
-    assert sums["uniform_top3"] == pytest.approx(3 / n)
-    assert sums["uniform_top5"] == pytest.approx(5 / n)
+    assert [sums[f"uniform_top{k}"] for k in (1, 3, 5)] == pytest.approx([1 / n, 3 / n, 5 / n])
     assert sums["uniform_kl"] == pytest.approx(np.log(n))
-    assert (sums["class_0"], sums["class_1"], sums["class_2"]) == (1, 0, 0)
-    by_result = held_out.baselines(batch, 1.0)
-    assert (by_result["class_0"], by_result["class_1"], by_result["class_2"]) == (0, 0, 1)
+    assert [sums[f"class_{k}"] for k in range(3)] == [1, 0, 0]
+    assert [held_out.baselines(batch, 1.0)[f"class_{k}"] for k in range(3)] == [0, 0, 1]
 
 
 def test_positions_without_a_value_target_are_evaluated_by_policy_alone() -> None:
@@ -93,9 +89,6 @@ def test_reliability_counts_known_results_alone() -> None:
     for name, points in actual.items():
         assert points["count"].sum() == 45
         assert (points["share"] == (1 if name == "win" else 0)).all()
-    win = actual["win"]
-    outputs = (win["probability"] * win["count"]).sum() / 45
-    assert held_out.calibration_error(win) == pytest.approx(1 - outputs)
     scalar = random_net(**MATRIX0)
     points = held_out.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
     assert (points["share"] == 1).all()

@@ -15,7 +15,7 @@ from matrixlib.config import difference
 from matrixlib.runs.start import read_start
 from matrixlib.tasks import get_task
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.chess.evaluate.files import open_matrix0
+from matrixlib.tasks.chess.evaluate.files import open_file
 from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 
@@ -168,7 +168,7 @@ def test_whatever_does_not_fit_is_named(weights: Weights, tmp_path: Path, change
     state = {key: value for key, value in (weights | change).items() if value is not None}
     torch.save({"model": state, "config": SMALL}, tmp_path / "odd.pt")
     with pytest.raises(ValueError, match=rf"^odd\.pt .*{message}"):
-        open_matrix0(tmp_path / "odd.pt", "cpu", False)
+        open_file(tmp_path / "odd.pt", "cpu", False)
 
 
 @pytest.mark.parametrize("content", [{"optimizer": {}, "step": 1}, {}])
@@ -226,7 +226,7 @@ def test_claims_of_a_file_are_not_believed(
 ) -> None:
     torch.save({"model": weights | change, "config": config}, tmp_path / "odd.pt")
     with pytest.raises(ValueError, match=rf"^odd\.pt .*{message}") as caught:
-        open_matrix0(tmp_path / "odd.pt", "cpu", False)
+        open_file(tmp_path / "odd.pt", "cpu", False)
     assert "\n" not in str(caught.value)
 
 

@@ -87,13 +87,8 @@ def test_a_head_that_says_the_base_rate_is_dead() -> None:
     one = diagnosis("threat", maps(np.clip(exact.mean() + rng(1).normal(0, 0.01, exact.shape), 0.01, 0.99)))
     assert (one.word, one.reason[:8]) == ("dead", "it saves")
     assert diagnosis("threat", maps(np.full(exact.shape, 0.5))).reason == "it says the same of every position"
-
-
-def test_a_piece_head_that_says_empty_everywhere_is_dead() -> None:
-    """It copies the hidden squares as they look, and knows no more than that most are empty."""
-    shown = np.full((ROWS, 8, 8), oracle.EMPTY)
-    one = diagnosis("piece", probabilities(shown, 0.7, 13), hidden())
-    assert one.word == "dead", one.reason
+    empty = diagnosis("piece", probabilities(np.full((ROWS, 8, 8), oracle.EMPTY), 0.7, 13), hidden())
+    assert empty.word == "dead", "it copies the hidden squares as they look, and most are empty"
 
 
 def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
@@ -102,7 +97,6 @@ def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
     one = diagnosis("threat", CELLS["square_table"](head_output("threat", maps(np.full(exact.shape, 0.5))), exact))
     assert one.word == "trivial"
     assert "a table of what stands on which square does as well" in one.reason
-    assert one.figures["saves [%]"] > 10
 
 
 def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None:
@@ -116,17 +110,14 @@ def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None
 
 
 def test_what_says_too_little_is_undecided() -> None:
-    """Few squares of the rarer class, one position, a class that never occurs, and no square at all."""
+    """Few squares of the rarer class, a class that never occurs, and no square at all."""
     some, never = EXACT["fork"][:40], np.zeros((ROWS, 8, 8), np.uint8)
     p = np.where(some == 1, 0.9, 0.001 + rng().random(some.shape) / 1e4)
     few = HeadOutput(np.log(maps(p)).astype(np.float32), some, EVERYWHERE[:40], CONTENT[:40])
-    single = HeadOutput(few.log_p[:1], few.truth[:1], few.squares[:1], few.content[:1])
     p = 0.01 + rng().random(never.shape) / 100
     absent = diagnose(HeadOutput(np.log(maps(p)).astype(np.float32), never, EVERYWHERE, CONTENT), {})
     idle = diagnosis("piece", probabilities(EXACT["piece"], 0.9, 13), EVERYWHERE & False)
     assert {diagnose(few, {}).word, absent.word, idle.word} == {"undecided"}
-    assert diagnose(single, {}).reason == "one position says nothing"
-    assert absent.figures["rate [%]"] == 0
     assert math.isnan(absent.figures["AP"])
     assert (idle.reason, idle.figures) == ("it is asked about no square (see data.hidden_squares)", None)
 
@@ -172,11 +163,7 @@ def test_mistaken_targets_are_what_their_names_say() -> None:
         assert set(zip(*np.nonzero(exact != backwards), strict=True)) == {(2, 3), (2, 5), (4, 3), (4, 5)}
         assert exact[2, 3]
         assert backwards[4, 3]
-    for fen in ("4k3/8/8/8/8/8/8/R3K3 w - - 0 1", "r3k3/8/8/8/8/8/8/4K3 b - - 0 1"):
-        named = alternatives([chess.Board(fen)])["threat"]
-        assert named["attacked by the side to move"][0, :, 0].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
     named = alternatives([chess.Board()])
     assert named["fork"][copy].sum() == 32
     assert named["control"][copy][0, :, 0].tolist() == [2, 2, 1, 1, 1, 1, 0, 0]
-    assert copy not in named["piece"]
     assert set(alternatives([chess.Board("4k3/8/8/8/8/8/8/4K3 w - - 0 1")])["pin"]) == {copy}, "others differ nowhere"

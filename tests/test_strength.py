@@ -9,14 +9,12 @@ import pytest
 from networks import MATRIX0, material_net, random_net
 from positions import hard_positions, random_positions
 
-from matrixlib.play.elo import rating
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Evaluator
 from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index, to_board
-from matrixlib.tasks.chess.stockfish.client import Stockfish
 from matrixlib.tasks.chess.uci.protocol import read_position
 
 GAME = ChessGame()
@@ -54,7 +52,6 @@ def test_the_search_hears_what_evaluate_says(model: dict[str, object]) -> None:
         priors_by_move = {move_from_index(int(m), board).uci(): p for m, p in zip(moves[row], priors[row], strict=True)}
         assert priors_by_move == pytest.approx(evaluation.moves, abs=1e-5), board.fen()
         assert values[i] == pytest.approx(evaluation.value, abs=1e-5), board.fen()
-        assert priors[row].sum() == pytest.approx(1, abs=1e-5)
 
 
 def test_a_network_with_dropout_says_the_same_twice_and_must_not_be_training() -> None:
@@ -65,8 +62,6 @@ def test_a_network_with_dropout_says_the_same_twice_and_must_not_be_training() -
     net.model.train()
     with pytest.raises(AssertionError, match="eval mode"):
         evaluate(*inputs)
-    with pytest.raises(AssertionError, match="eval mode"):
-        Evaluator(net)
     net.model.eval()
     next(net.model.children()).train()
     with pytest.raises(AssertionError, match="eval mode"):
@@ -85,25 +80,13 @@ def test_a_random_network_mates_in_one(model: dict[str, object]) -> None:
 
 
 def test_the_capture_player_takes_the_best_piece() -> None:
-    boards = [
-        chess.Board("4k3/8/8/3q1r2/4P3/2N5/8/4K3 w - - 0 1"),
-        chess.Board(),
-        chess.Board("4k3/8/8/3q1r2/4P3/2N5/8/4K3 w - - 0 1").mirror(),
-    ]
+    board = chess.Board("4k3/8/8/3q1r2/4P3/2N5/8/4K3 w - - 0 1")
+    boards = [board, chess.Board(), board.mirror()]
     player = capture_player(seed=1)
     moves = player(turn(boards)).moves
     assert move_from_index(int(moves[0]), boards[0]).uci() in ("e4d5", "c3d5")
     assert move_from_index(int(moves[2]), boards[2]).uci() in ("e5d4", "c6d4")
     assert (moves == player(turn(boards)).moves).all()
-
-
-def test_stockfish_as_a_player(engine: Stockfish) -> None:
-    player = engine_player(engine, 50)
-    boards = [chess.Board(MATES[0]), chess.Board(MATES[0]).mirror(), chess.Board()]
-    moves = player(turn(boards)).moves
-    assert [move_from_index(int(m), b).uci() for m, b in zip(moves[:2], boards, strict=False)] == ["d1d8", "d8d1"]
-    match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=10)
-    assert len(match.games) == 2
 
 
 def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
@@ -115,39 +98,16 @@ def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
 
         def best_move(self, position: str, limit: str) -> str:
             asked.append(position)
-            return board_of(position).legal_moves.__iter__().__next__().uci()
-
-    def board_of(position: str) -> chess.Board:
-        start, _, moves = position.removeprefix("fen ").partition(" moves ")
-        board = chess.Board(start)
-        for uci in moves.split():
-            board.push_uci(uci)
-        return board
+            return next(iter(read_position(position).legal_moves)).uci()
 
     player: Any = engine_player(Engine(), 50)  # type: ignore[arg-type]
     match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=4)
-    told = [board_of(text) for text in asked if text != "new"]
+    told = [read_position(text) for text in asked if text != "new"]
     assert [len(board.move_stack) for board in told] == [0, 1, 2, 3]
     assert {board.root().fen() for board in told} == {chess.STARTING_FEN}
     played = [[move_from_index(i, chess.Board()) for i in game.moves[:1]] for game in match.games]
     assert told[1].move_stack == played[1], "the second game's first move is the other player's"
     assert asked[::2] == ["new"] * 4, "its answer is of this game alone"
-
-
-# Matches
-
-
-def test_material_beats_a_random_player_and_every_pair_meets() -> None:
-    matches = dict(strength.gauntlet(material_net(), [2, 32], games=4, plies=80))
-    assert list(matches) == [
-        ("network 2", "random"),
-        ("network 2", "best capture"),
-        ("network 32", "random"),
-        ("network 32", "best capture"),
-        ("network 32", "network 2"),
-    ]
-    assert all(match.pairs().sum() == 2 for match in matches.values())
-    assert rating(matches["network 32", "random"].pairs()).score >= 0.5
 
 
 class Limited:
@@ -173,8 +133,8 @@ def test_stockfish_is_met_at_its_elo_and_in_a_tournament_everybody_meets_once(mo
     """An engine is limited to the Elo under whose name it plays."""
     monkeypatch.setattr(strength, "Stockfish", Limited)
     options: dict[str, Any] = {"games": 2, "engine_elo": [1350, 1400], "engine_nodes": 50, "plies": 8}
-    matches = dict(strength.gauntlet(material_net(), [2], tournament=True, **options))
-    players = {"network 2", "random", "best capture", "Stockfish 1350", "Stockfish 1400"}
+    matches = dict(strength.gauntlet(material_net(), [2, 4], tournament=True, **options))
+    players = {"network 2", "network 4", "random", "best capture", "Stockfish 1350", "Stockfish 1400"}
     assert {frozenset(pair) for pair in matches} == {frozenset(pair) for pair in itertools.combinations(players, 2)}
     for elo, place in ((1350, -1), (1400, 0)):
         name = f"Stockfish {elo}"

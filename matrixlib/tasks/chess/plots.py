@@ -65,26 +65,17 @@ def boards(cards: Sequence[Card], size: int = SIZE, heading: str = "") -> "HTML"
 
 def arrows(moves: Mapping[str, float]) -> list[chess.svg.Arrow]:
     """The likeliest moves (UCI -> share), the more opaque the larger their share."""
-    best = sorted(moves.items(), key=lambda item: item[1])[-ARROWS:]
-    parsed = [(chess.Move.from_uci(uci), share) for uci, share in best]
-    alphas = [f"{round(255 * (0.3 + 0.6 * min(share, 1.0))):02x}" for _, share in parsed]
-    ends = [(move.from_square, move.to_square) for move, _ in parsed]
-    return [chess.svg.Arrow(*squares, color=f"#15406b{alpha}") for squares, alpha in zip(ends, alphas, strict=True)]
+    found = []
+    for uci, share in sorted(moves.items(), key=lambda item: item[1])[-ARROWS:]:
+        move, alpha = chess.Move.from_uci(uci), round(255 * (0.3 + 0.6 * min(share, 1.0)))
+        found.append(chess.svg.Arrow(move.from_square, move.to_square, color=f"#15406b{alpha:02x}"))
+    return found
 
 
-def position_boards(
-    board: chess.Board,
-    moves: Mapping[str, Mapping[str, float]],
-    maps: Mapping[str, NDArray[Any]],
-    heading: str = "",
-) -> "HTML":
-    """A board for each of `moves` (title -> UCI -> share) with the likeliest as arrows; then one for each map.
-
-    maps: head -> (8, 8) on the real board, row 0 = rank 1: probabilities, or classes of CLASSES.
-    """
-    cards = [Card(board, title, shares) for title, shares in moves.items()]
-    cards += [Card(board, head, fill=map_fill(head, values), note=map_note(head)) for head, values in maps.items()]
-    return boards(cards, heading=heading)
+def shares_of(batch: Mapping[str, Tensor], row: int, board: chess.Board) -> dict[str, float]:
+    """UCI -> share of the moves in the policy target of a row, whose board it is."""
+    targets = zip(batch["policy_index"][row].tolist(), batch["policy_weight"][row].tolist(), strict=True)
+    return {move_from_index(index, board).uci(): share for index, share in targets if share > 0}
 
 
 def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
@@ -93,8 +84,7 @@ def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
     part = {name: tensor[:rows].cpu() for name, tensor in batch.items()}
     cards = []
     for row, board in enumerate(boards_of(part)):
-        targets = zip(part["policy_index"][row].tolist(), part["policy_weight"][row].tolist(), strict=True)
-        moves = {move_from_index(index, board).uci(): share for index, share in targets if share > 0}
+        moves = shares_of(part, row, board)
         best = sorted(moves, key=moves.__getitem__, reverse=True)[:3]
         policy = ", ".join(f"{board.san(chess.Move.from_uci(uci))} {moves[uci]:.0%}" for uci in best)
         hidden = unpack_maps(part["hidden"][row : row + 1])[0].flatten().nonzero()[:, 0] if "hidden" in part else ()
@@ -108,9 +98,9 @@ def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
 
 
 def map_fill(head: str, values: NDArray[Any], squares: NDArray[np.bool_] | None = None) -> dict[int, str]:
-    """Square -> colour of a map (8, 8). squares: those that are coloured; all unless given."""
-    colours = enumerate(square_colours(head, values))
-    return {square: colour for square, colour in colours if squares is None or squares.ravel()[square]}
+    """Square -> colour of a map (8, 8) on the real board. squares: those that are coloured; all unless given."""
+    keep = np.ones(64, bool) if squares is None else squares.ravel()
+    return {square: colour for square, colour in enumerate(square_colours(head, values)) if keep[square]}
 
 
 def map_note(head: str) -> str:

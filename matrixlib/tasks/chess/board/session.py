@@ -13,7 +13,7 @@ import chess.pgn
 from matrixlib import progress
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
-from matrixlib.tasks.chess.records import from_boards, move_from_index
+from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.thinker import Thinker
 
@@ -31,23 +31,24 @@ Show = Callable[[Page], None]
 
 
 def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]], maps: Mapping[str, Any]) -> Page:
-    """A position as a page shows it. arrows: whose -> UCI -> share, as in `plots.position_boards`; so are maps."""
-    last = board.peek() if board.move_stack else None
+    """A position as a page shows it. arrows: whose -> UCI -> share. maps: head -> (8, 8)."""
+    last = board.peek().uci() if board.move_stack else ""
     return {
         "fen": board.fen(),
         "turn": chess.COLOR_NAMES[board.turn],
         "check": board.is_check(),
-        "last": [chess.square_name(square) for square in (last.from_square, last.to_square)] if last else [],
+        "last": [last[:2], last[2:4]] if last else [],
         "arrows": {whose: [[move, share] for move, share in moves.items()] for whose, moves in arrows.items()},
         "maps": {head: plots.square_colours(head, values) for head, values in maps.items()},
         "keys": {head: plots.colour_key(head) for head in maps},
     }
 
 
-def _line(evaluation: Evaluation) -> str:
+def _line(evaluation: Evaluation | None) -> str:
     """What the search expects, in a line."""
-    board, result = evaluation.board, evaluation.search
-    assert result is not None
+    if evaluation is None or (result := evaluation.search) is None:
+        return ""
+    board = evaluation.board
     number, side = f"{board.fullmove_number}{'.' if board.turn else '...'}", chess.COLOR_NAMES[board.turn].capitalize()
     return f"{number} {' '.join(evaluation.line)} ({result.value:+.2f} for {side}, {result.simulations:,} simulations)"
 
@@ -55,13 +56,12 @@ def _line(evaluation: Evaluation) -> str:
 class Session:
     """A game from any position, and the pages that show it.
 
-    net: plays one side. name: of the network, for the PGN. start: a FEN, or a position as UCI has it; empty for that
-    of chess. side: `white` or `black`, the person's. simulations, seconds: of each of the network's moves; 0 for no
-    limit, not both. ValueError for what is not so, and for a network of something else than chess.
+    name: of the network, for the PGN. start: a FEN, or a position as UCI has it; empty for that of chess. side: `white`
+    or `black`, the person's. simulations, seconds: of each of the network's moves; 0 for no limit, not both. ValueError
+    for what is not so, and for a network of something else than chess.
 
-    A page is told of every change by one mapping of plain values, on the caller's thread and on that of the search, and
-    sends mappings with a `kind` to `handle`. Whatever it asks for ends the search first, so only one thread ever
-    changes the game; so does the last page that is closed.
+    A page is told of every change by one mapping of plain values, and sends mappings with a `kind` to `handle`.
+    Whatever it asks for ends the search first, so only one thread ever changes the game; so does the last page closed.
     """
 
     def __init__(
@@ -95,14 +95,12 @@ class Session:
         if side not in SIDES:
             raise ValueError(f"side must be white or black, not '{side}'")
         board = protocol.read_position(start or "startpos")
-        from_boards([board.root()])  # refuses what cannot be played
         self.board, self.person, self.resigned = board, SIDES[side], False
         self._first = len(board.move_stack)  # moves before it are not taken back
         self.evaluations: dict[int, Evaluation] = {}
 
     @property
     def ply(self) -> int:
-        """Half moves since the start position."""
         return len(self.board.move_stack)
 
     @property
@@ -125,7 +123,6 @@ class Session:
 
     @property
     def network_to_move(self) -> bool:
-        """Whether the network is to move in a game that goes on."""
         return not self.over and self.board.turn != self.person
 
     def play(self, uci: str) -> None:
@@ -137,10 +134,8 @@ class Session:
         self.board.push(protocol.legal_move(self.board, uci))
 
     def think(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Search the position, going on from the tree of the move before; None where it was stopped.
-
-        The game stays as it is; what comes of it is also kept, see `evaluation`.
-        """
+        """Search the position, going on from the tree of the move before; None where it was stopped. What comes of it
+        is kept, see `evaluation`."""
         if self.over:
             raise ValueError("the game is over: there is nothing to think about")
         evaluation, ply = self.evaluation, self.ply
@@ -169,10 +164,6 @@ class Session:
                 break
         self.evaluations = {ply: one for ply, one in self.evaluations.items() if ply <= self.ply}
 
-    def resign(self) -> None:
-        """The person gives up."""
-        self.resigned = not self.over or self.resigned
-
     # What the network thinks
 
     @property
@@ -180,44 +171,33 @@ class Session:
         """The network's at the board, with the search's where there was one."""
         return self._evaluate(self.board.copy())  # an answer may be played meanwhile
 
-    def arrows(self) -> dict[str, dict[str, float]]:
-        """Whose -> UCI -> share, most first: the policy's moves, and the search's where there was one."""
-        visits = sorted(self.evaluation.visits.items(), key=lambda item: -item[1])
-        return {"policy": self.evaluation.moves} | ({"search": dict(visits)} if visits else {})
-
     def course(self) -> list[Chances]:
         """The chances in each position of the game, by the network; those of a game that is over as it ended."""
-        boards, board = [], self.board.copy()
-        while True:
-            boards.append(board.copy())
-            if len(board.move_stack) <= self._first:
-                break
+        board = self.board.copy()
+        ended: Chances = {"1-0": (1.0, 0.0, 0.0), "0-1": (0.0, 0.0, 1.0)}.get(self.result[0], (0.0, 1.0, 0.0))
+        chances = [ended if self.over else self._chances(board.copy())]
+        while len(board.move_stack) > self._first:
             board.pop()
-        chances = [self._chances(one) for one in reversed(boards)]
-        if self.over:
-            chances[-1] = {"1-0": (1.0, 0.0, 0.0), "0-1": (0.0, 0.0, 1.0)}.get(self.result[0], (0.0, 1.0, 0.0))
+            chances.insert(0, self._chances(board.copy()))
         return chances
 
     def pgn(self) -> str:
         """The game."""
         game = chess.pgn.Game.from_board(self.board.copy())
         name = self.name.replace("\\", "\\\\").replace('"', '\\"')  # as the standard of PGN says, section 7
-        names = {self.person: "person", not self.person: name}
-        game.headers["Event"] = "A game in a notebook"
-        game.headers["White"], game.headers["Black"] = names[chess.WHITE], names[chess.BLACK]
-        game.headers["Result"] = self.result[0]
+        white, black = ("person", name) if self.person else (name, "person")
+        game.headers.update(Event="A game in a notebook", White=white, Black=black, Result=self.result[0])
         return str(game)
 
     def _evaluate(self, board: chess.Board) -> Evaluation:
-        ply = len(board.move_stack)
-        if ply not in self.evaluations:
+        if (ply := len(board.move_stack)) not in self.evaluations:
             (self.evaluations[ply],) = self.net.evaluate_boards([board])
         return self.evaluations[ply]
 
     def _chances(self, board: chess.Board) -> Chances:
         evaluation = self._evaluate(board)
-        wdl = evaluation.wdl or ((1 + evaluation.value) / 2, 0.0, (1 - evaluation.value) / 2)
-        return wdl if board.turn else (wdl[2], wdl[1], wdl[0])
+        win, draw, loss = evaluation.wdl or ((1 + evaluation.value) / 2, 0.0, (1 - evaluation.value) / 2)
+        return (win, draw, loss) if board.turn else (loss, draw, win)
 
     # Pages
 
@@ -227,8 +207,8 @@ class Session:
         ValueError for a move that is not legal.
         """
         if not progress.interactive():
-            for move in (None, *moves):  # from a start position it may be the network's turn
-                if move is not None:
+            for move in ("", *moves):  # from a start position it may be the network's turn
+                if move:
                     self.play(move)
                 if self.network_to_move:
                     self.think()
@@ -248,13 +228,14 @@ class Session:
     def page(self, thinking: bool = False, problem: str = "") -> Page:
         """The game as a page shows it."""
         board, evaluation = self.board, self.evaluation
+        visits = dict(sorted(evaluation.visits.items(), key=lambda item: -item[1]))
         latest = evaluation if evaluation.search else self.evaluations.get(self.ply - 1)
-        moves = [] if thinking or self.over or board.turn != self.person else list(board.legal_moves)
         destinations: dict[str, list[str]] = {}
-        for name in dict.fromkeys(move.uci()[:4] for move in moves):
-            destinations.setdefault(name[:2], []).append(name[2:])
+        if not (thinking or self.over or self.network_to_move):
+            for name in dict.fromkeys(move.uci()[:4] for move in board.legal_moves):
+                destinations.setdefault(name[:2], []).append(name[2:])
         return {
-            **position_page(board, {"policy": {}, "search": {}, **self.arrows()}, evaluation.maps),
+            **position_page(board, {"policy": evaluation.moves, "search": visits}, evaluation.maps),
             "side": chess.COLOR_NAMES[self.person],
             "destinations": destinations,
             "promotions": sorted({move.uci()[:4] for move in board.legal_moves if move.promotion}),
@@ -263,14 +244,14 @@ class Session:
             "status": f"{self.result[0]}, {self.result[1]}" if self.over else STATUS[self.network_to_move, thinking],
             "over": self.over,
             "chances": self.course(),
-            "line": _line(latest) if latest and latest.search else "",
+            "line": _line(latest),
             "pgn": self.pgn(),
             "simulations": self.simulations,
             "seconds": self.seconds,
         }
 
     def handle(self, message: Mapping[str, Any], told: Show) -> None:
-        """Do what a page asks for, which is told of changes by `told`; what cannot be is said on the page."""
+        """Do what a page, which `told` tells of changes, asks for; what cannot be is said on it."""
         kind, problem, search = message.get("kind"), "", False
         if kind == "closed":
             if told in self.pages:
@@ -295,7 +276,7 @@ class Session:
                 case "back":
                     self.take_back()
                 case "resign":
-                    self.resign()
+                    self.resigned = not self.over or self.resigned
                 case "search":
                     search = not self.over and not stopped
                 case _:
@@ -306,8 +287,9 @@ class Session:
         self._tell(self.page(search, problem), told)
         if search:
             self._stop = threading.Event()
-            arguments = (self._stop, told)
-            self._thread = threading.Thread(target=self._think_aloud, args=arguments, name="board", daemon=True)
+            self._thread = threading.Thread(
+                target=self._think_aloud, args=(self._stop, told), name="board", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> bool:

@@ -13,17 +13,15 @@ from matrixlib.play.search import Evaluator, Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
-from matrixlib.tasks.chess.records import before, from_boards, move_from_index, reversible
+from matrixlib.tasks.chess.records import before, from_boards, reversible
 from matrixlib.tasks.chess.task import boards_of
 from matrixlib.tasks.chess.uci.protocol import read_position
 from matrixlib.tasks.spec import Check
 
 
 def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
-    """Evaluate and search a position, as `Net.evaluate` takes it. ValueError where it is none, or the game is over.
-
-    Where a third occurrence could be claimed the game may go on: it is searched as if it were the second.
-    """
+    """Evaluate and search a position, as `Net.evaluate` takes it; a third occurrence is searched as if it were the
+    second. ValueError where it is none, or the game is over."""
     board = read_position(position)
     game = ChessGame()
     claim = board.is_repetition(3) and not board.is_fivefold_repetition()
@@ -67,7 +65,8 @@ class BoardViewer:
 
     def figure(self, net: Net, item: int) -> Any:
         """The board with the network's moves as arrows, beside it those of `whose`, and a map for each head."""
-        evaluation, position = self._evaluation(net, item), self.positions[item]
+        position = self.positions[item]
+        evaluation = next(net.evaluate_boards([position.board]))
         heading = f"{position.title}<br>{evaluation.summary}<br>{evaluation.fen}"
         return evaluation.boards({self.whose: position.moves}, heading)
 
@@ -76,13 +75,12 @@ class BoardViewer:
         from matrixlib.tasks.chess.board.session import position_page
         from matrixlib.tasks.chess.board.widget import BoardWidget
 
-        evaluation, position = self._evaluation(net, item), self.positions[item]
+        position = self.positions[item]
+        evaluation = next(net.evaluate_boards([position.board]))
         moves = {"network": evaluation.moves, self.whose: position.moves}
         words = {"status": position.title, "line": evaluation.summary}
-        page = position_page(position.board, moves, evaluation.maps) | words
-        if widget is None:
-            return BoardWidget(page)
-        widget.page = page
+        widget = widget or BoardWidget({})
+        widget.page = position_page(position.board, moves, evaluation.maps) | words
         return widget
 
     def check(self, net: Net) -> Check:
@@ -93,9 +91,6 @@ class BoardViewer:
             legal &= set(moves) == {move.uci() for move in evaluation.board.legal_moves}
             legal &= not moves or abs(sum(moves.values()) - 1) < 1e-3
         return "the policy is one over the legal moves", legal, f"{len(self)} positions"
-
-    def _evaluation(self, net: Net, item: int) -> Evaluation:
-        return next(net.evaluate_boards([self.positions[item].board]))
 
 
 def game_viewer(path: str | Path) -> BoardViewer:
@@ -110,12 +105,8 @@ def held_out_viewer(held_out: Loader, count: int) -> BoardViewer:
     """The same `count` held-out positions for every run of a data set, with the teacher's moves."""
     positions: list[plots.Card] = []
     for batch in held_out.sequential(count, sample=count):
-        index, weight = batch["policy_index"].numpy(), batch["policy_weight"].numpy()
         for row, board in enumerate(boards_of(batch)):
-            known = (index[row] >= 0) & (weight[row] > 0)
-            shares = {
-                move_from_index(int(move), board).uci(): float(share / weight[row][known].sum())
-                for move, share in zip(index[row][known], weight[row][known], strict=True)
-            }
+            weights = plots.shares_of(batch, row, board)
+            shares = {move: weight / sum(weights.values()) for move, weight in weights.items()}
             positions.append(plots.Card(board, f"held-out position {len(positions)}", shares))
     return BoardViewer(tuple(positions), "teacher")

@@ -1,5 +1,6 @@
 """Evaluation of a network on held-out positions: every figure beside its baselines, reliability of the value head."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,14 +25,14 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
     class. sample: 0 = all positions.
     """
-    base: dict[str, float] = {"rows": 0}
+    base: dict[str, float] = defaultdict(float)
 
     def batches() -> Iterator[Batch]:
         for batch in loader.sequential(batch_size, sample=sample):
             arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-            sums = baselines(arrays, net.task.config.loss.result_share)
-            for name, amount in (sums | {"rows": len(batch["pieces"])}).items():
-                base[name] = base.get(name, 0) + amount
+            for name, amount in baselines(arrays, net.task.config.loss.result_share).items():
+                base[name] += amount
+            base["rows"] += len(batch["pieces"])
             yield batch
 
     terms = frozenset({"policy", "value"})
@@ -39,20 +40,17 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     if validation is None or not validation.counts["policy"]:
         raise ValueError("the held-out positions have no policy target to evaluate on; import others")
     metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]
+    chance = {name: amount / policy for name, amount in base.items() if name.startswith(("uniform_", "best_capture"))}
     figures: dict[str, Any] = {
         "positions": base["rows"],
         **{name: metrics[f"policy/{name}"] for name in ("top1", "top3", "top5")},
         "policy_kl": metrics["policy/kl"],
-        "baselines": {
-            **{name: base[name] / policy for name in base if name.startswith("uniform_")},
-            "best_capture_top1": base["capture_top1"] / policy,
-        },
+        "baselines": chance,
     }
     if value:
-        moments = {name: metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
-        spread = (moments["x2"] - moments["x"] ** 2) * (moments["y2"] - moments["y"] ** 2)
-        covariance = moments["xy"] - moments["x"] * moments["y"]
-        figures["value_correlation"] = covariance / spread**0.5 if spread > 0 else 0.0
+        x, y, x2, y2, xy = (metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy"))
+        spread = (x2 - x**2) * (y2 - y**2)
+        figures["value_correlation"] = (xy - x * y) / spread**0.5 if spread > 0 else 0.0
     if value and "value/accuracy" in metrics:
         figures["wdl_accuracy"] = metrics["value/accuracy"]
         figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
@@ -82,7 +80,7 @@ def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, fl
     return {
         **{f"uniform_top{k}": float(hit[k - 1].sum()) for k in (1, 3, 5)},
         "uniform_kl": float((np.log(n_legal) - entropy).sum()),
-        "capture_top1": float(right.sum()),
+        "best_capture_top1": float(right.sum()),
         **{f"class_{k}": float((classes == k).sum()) for k in range(3)},
     }
 
@@ -108,10 +106,8 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
 def calibration(
     probability: np.ndarray, truth: np.ndarray, edges: Sequence[float] = tuple(np.arange(1, 10) / 10)
 ) -> pd.DataFrame:
-    """A row for each bin of p that is used: mean `probability`, `share` that is so, `count`.
-
-    truth: (N,) of what is so, or the chance of it: scikit-learn's calibration_curve takes none but 0 and 1.
-    """
+    """A row for each bin of p that is used: mean `probability`, `share` that is so, `count`. truth: (N,) of what is so,
+    or the chance of it."""
     groups = pd.DataFrame({"probability": probability, "share": truth}).groupby(np.digitize(probability, edges))
     return groups.mean().assign(count=groups.size()).reset_index(drop=True)
 
@@ -119,9 +115,6 @@ def calibration(
 def calibration_error(points: pd.DataFrame) -> float:
     """Mean distance of a probability from the share that is so, over positions (expected calibration error)."""
     return float(np.average((points["probability"] - points["share"]).abs(), weights=points["count"]))
-
-
-# Beside a teacher
 
 
 def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
@@ -154,8 +147,8 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
     return held_out(net, loader, sample) | {
         "teacher_top1": float(same.mean()),
         "teacher_kl": float(kl.mean()),
-        "teacher_correlation": _median(with_teacher),
-        "label_correlation": _median(with_labels),
+        "teacher_correlation": float(pd.Series(with_teacher).median()),
+        "label_correlation": float(pd.Series(with_labels).median()),
         "teacher_value_correlation": float(correlations(value[None], their_value[None])[0]),
     }
 
@@ -171,7 +164,3 @@ def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) 
     spread = np.sqrt((x * x).sum(1) * (y * y).sum(1))
     known = (count >= MIN_MOVES) & (spread > 1e-12)
     return np.where(known, (x * y).sum(1) / np.where(known, spread, 1), np.nan)
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.nanmedian(values)) if np.isfinite(values).any() else float("nan")

@@ -42,7 +42,7 @@ class Evaluation:
 
     board: chess.Board
     moves: dict[str, float]
-    wdl: tuple[float, float, float] | None
+    wdl: tuple[float, ...] | None
     value: float
     ssl: dict[str, np.ndarray] = field(default_factory=dict)
     search: SearchResult | None = None
@@ -59,10 +59,7 @@ class Evaluation:
     @property
     def visits(self) -> dict[str, float]:
         """UCI -> share of the search's visits, of the moves that it visited; empty without a search."""
-        result = self.search
-        if result is None:
-            return {}
-        shares = zip(result.moves, result.policy, strict=True)
+        shares = zip(self.search.moves, self.search.policy, strict=True) if self.search else ()
         return {move_from_index(int(move), self.board).uci(): float(share) for move, share in shares if share > 0}
 
     @property
@@ -78,10 +75,8 @@ class Evaluation:
     @property
     def maps(self) -> dict[str, np.ndarray]:
         """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
-        return {
-            head: chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
-            for head, chances in self.ssl.items()
-        }
+        one = {head: p[0] if len(p) == 1 else p.argmax(0) for head, p in self.ssl.items()}
+        return {head: values.astype(np.float32) for head, values in one.items()}
 
     @property
     def summary(self) -> str:
@@ -100,13 +95,16 @@ class Evaluation:
         return "\n".join(lines) + "\n"
 
     def boards(self, others: Mapping[str, Mapping[str, float]] = {}, heading: str = "") -> HTML:
-        """As `plots.position_boards`: the network's moves, the search's and those of `others` (title -> UCI -> share)
-        as arrows, and a map for each self-supervised head. heading: HTML above them.
+        """The network's moves, the search's and those of `others` (title -> UCI -> share) as arrows, and a map for each
+        self-supervised head. heading: HTML above them.
         """
-        from matrixlib.tasks.chess import plots
+        from matrixlib.tasks.chess.plots import Card, boards, map_fill, map_note
 
         moves = {"network": self.moves, **({"search": self.visits} if self.search else {}), **others}
-        return plots.position_boards(self.board, moves, self.maps, heading)
+        cards = [Card(self.board, title, shares) for title, shares in moves.items()]
+        for head, values in self.maps.items():
+            cards.append(Card(self.board, head, fill=map_fill(head, values), note=map_note(head)))
+        return boards(cards, heading=heading)
 
 
 def likeliest(shares: Mapping[str, float], count: int = 5) -> str:
@@ -128,7 +126,7 @@ class Net(Network):
         return list(self.evaluate_boards(_boards(positions)))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
-        """Evaluate boards, with the moves that led to them, in batches of 512."""
+        """Evaluate boards, with the moves that led to them."""
         heads: frozenset[str] = frozenset(self.task.config.model.ssl)
         for start in range(0, len(boards), BATCH):
             part = boards[start : start + BATCH]
@@ -136,23 +134,20 @@ class Net(Network):
             out = self.predict(batch, heads)
             probability = np.exp(out["policy"])
             for row, board in enumerate(part):
-                index = batch["policy_index"][row]
-                keep = index >= 0
-                order = np.argsort(-probability[row][keep], kind="stable")
-                moves = {
-                    move_from_index(int(index[keep][k]), board).uci(): float(probability[row][keep][k]) for k in order
-                }
-                wdl = out.get("wdl")
-                triple = None if wdl is None else (float(wdl[row, 0]), float(wdl[row, 1]), float(wdl[row, 2]))
-                ssl = {head: self._upright(out["ssl/" + head][row], board) for head in sorted(heads)}
-                yield Evaluation(board, moves, triple, float(out["value"][row]), ssl)
+                legal = np.flatnonzero(batch["policy_index"][row] >= 0)
+                order = legal[np.argsort(-probability[row, legal], kind="stable")]
+                names = (move_from_index(int(index), board).uci() for index in batch["policy_index"][row, order])
+                moves = dict(zip(names, probability[row, order].tolist(), strict=True))
+                wdl = tuple(out["wdl"][row].tolist()) if "wdl" in out else None
+                upright = slice(None, None, 1 if board.turn else -1)
+                ssl = {head: out["ssl/" + head][row][:, upright] for head in sorted(heads)}
+                yield Evaluation(board, moves, wdl, float(out["value"][row]), ssl)
 
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
         """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
-        parts = [
-            self.predict(self._pack(boards[start : start + BATCH]))["value"] for start in range(0, len(boards), BATCH)
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        parts = [boards[start : start + BATCH] for start in range(0, len(boards), BATCH)]
+        values = [self.predict(self._pack(part))["value"] for part in parts]
+        return np.concatenate([np.zeros(0, np.float32), *values])
 
     def batch(self, positions: str | Sequence[str]) -> Batch:
         """Positions, as `evaluate` takes them, as one packed batch of tensors on the network's device.
@@ -173,10 +168,6 @@ class Net(Network):
         rows = records.from_boards(list(boards))
         past = (records.past_of(boards, self.task.history),) if self.task.history else ()
         return self.task.inputs(rows, *records.legal_indices(rows), *past)
-
-    @staticmethod
-    def _upright(maps: np.ndarray, board: chess.Board) -> np.ndarray:
-        return maps if board.turn == chess.WHITE else maps[:, ::-1]
 
 
 def _boards(positions: str | Sequence[str]) -> list[chess.Board]:

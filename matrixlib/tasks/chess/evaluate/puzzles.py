@@ -5,6 +5,7 @@ move of the solver must be found, as the literature has it. Shares come with Wil
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from matrixlib.play.search import Evaluator, Search
+from matrixlib.play.match import Turn
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.evaluate.strength import SEARCH
+from matrixlib.tasks.chess.evaluate.strength import network_player
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.notation import opened, text_lines
@@ -45,18 +46,13 @@ class Puzzle:
     answers: frozenset[chess.Move] = frozenset()
 
 
-# Files
-
-
 def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     """Lichess puzzles of a CSV file (columns FEN, Moves, Rating, maybe Themes; FEN is before the set-up move), also
     compressed (.gz, .bz2, .zst).
 
     limit: the first so many, 0 all. ValueError names the file, and the line of a puzzle that is not legal chess.
     """
-    file = Path(path)
-    if not os.path.isfile(file):
-        raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV")
+    file = _file(path)
     with opened(file) as stream:
         options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "nrows": limit or None}
         try:
@@ -75,29 +71,27 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     return puzzles
 
 
+def _file(path: str | Path) -> Path:
+    if not os.path.isfile(path):
+        raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV or of an EPD suite")
+    return Path(path)
+
+
 def _puzzle(fen: str, moves: str, rating: str, themes: str) -> Puzzle:
     board = parse_fen(fen)
     setup, *answers = moves.split() or [""]
     board.push_uci(setup)
-    walk, line = board.copy(), []
-    for text in answers:
-        line.append(walk.parse_uci(text))
-        walk.push(line[-1])
-    if not line:
+    if not answers:
         raise ValueError("no move to find")
-    return Puzzle(board, tuple(line), int(rating), tuple(themes.split()))
+    walk = board.copy()
+    line = tuple(walk.push_uci(text) for text in answers)
+    return Puzzle(board, line, int(rating), tuple(themes.split()))
 
 
 def read_epd(path: str | Path) -> list[Puzzle]:
     """Puzzles of an EPD file, also a compressed one: lines with `bm` (one of these) or `am` (none of these); `#`
-    starts a comment.
-
-    Raises ValueError naming the file, and the line that is no puzzle; also where there is none at all.
-    """
-    file = Path(path)
-    if not os.path.isfile(file):
-        raise ValueError(f"no EPD file at '{path}'")
-    puzzles = []
+    starts a comment. ValueError names the file, and the line that is no puzzle; also where there is none at all."""
+    file, puzzles = _file(path), []
     with opened(file) as stream:
         text = [part for line in text_lines(stream) for part in line.decode("utf-8-sig", "replace").splitlines()]
     for number, line in enumerate(text, start=1):
@@ -116,9 +110,6 @@ def read_epd(path: str | Path) -> list[Puzzle]:
     return puzzles
 
 
-# Solvers
-
-
 def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
     """The baseline, the network by itself in two ways, and a search for each number of simulations; by name."""
     fixed: dict[str, Solver] = {
@@ -131,7 +122,7 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
 
 def searcher(net: Net, simulations: int) -> Solver:
     """Plays the best move of a search with so many simulations. ValueError where the game is drawn by rule."""
-    evaluate, game = Evaluator(net), ChessGame()
+    play = network_player(net, simulations)
     at_once = max(1, min(256, MAX_SIMULATIONS // max(simulations, 1)))
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:
@@ -139,14 +130,11 @@ def searcher(net: Net, simulations: int) -> Solver:
         live = [i for i, board in enumerate(boards) if any(board.legal_moves)]
         for start in range(0, len(live), at_once):
             part = live[start : start + at_once]
-            search = Search(game, evaluate, SEARCH, trees=len(part))
             states = from_boards([boards[i] for i in part], repetition=0)
-            refuse_over(game, states)
-            for tree in range(len(part)):
-                past = before(boards[part[tree]], net.task.history)
-                search.reset(tree, states[tree : tree + 1], past=past)
-            for i, result in zip(part, search.run(simulations), strict=True):
-                moves[i] = move_from_index(result.best, boards[i]).uci()
+            refuse_over(ChessGame(), states)
+            none, past = [np.zeros(0, np.uint64)] * len(part), [before(boards[i], net.task.history) for i in part]
+            found = play(Turn(np.array(part), states, none, past, [()] * len(part))).moves
+            moves |= {i: move_from_index(int(move), boards[i]).uci() for i, move in zip(part, found, strict=True)}
         return [moves.get(i) for i in range(len(boards))]
 
     return solve
@@ -177,26 +165,21 @@ def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
     return [best[i][1] if i in best else None for i in range(len(boards))]
 
 
-# Results
-
-
 def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     """(first move found, whole line found), both (N,). Any move that mates is right where the answer mates."""
-    first, whole = np.zeros(len(puzzles), bool), np.zeros(len(puzzles), bool)
+    found = np.zeros(len(puzzles), np.int64)  # moves of the line, up to the first that was missed
     boards = [puzzle.board.copy() for puzzle in puzzles]  # with the set-up move, which some networks look at
     live, ply = list(range(len(puzzles))), 0
     while live:
         moves = solver([boards[i] for i in live])
         live = [i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i], ply, move)]
-        if ply == 0:
-            first[live] = True
         ply += 2
-        whole[[i for i in live if ply >= len(puzzles[i].line)]] = True
+        found[live] = ply
         live = [i for i in live if ply < len(puzzles[i].line)]
         for i in live:
             for move in puzzles[i].line[ply - 2 : ply]:
                 boards[i].push(move)
-    return first, whole
+    return found > 0, found >= [len(puzzle.line) for puzzle in puzzles]
 
 
 def right(board: chess.Board, puzzle: Puzzle, ply: int, move: str | None) -> bool:
@@ -235,10 +218,11 @@ def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
 
 def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
     """Name -> indices of the puzzles."""
-    groups = {"all": list(range(len(puzzles)))}
+    groups, themes = {"all": list(range(len(puzzles)))}, defaultdict[str, list[int]](list)
     for low, high in BANDS:
         groups[f"{low}-{high}"] = [i for i, p in enumerate(puzzles) if low <= p.rating < high]
-    for theme in sorted({theme for puzzle in puzzles for theme in puzzle.themes}):
-        members = [i for i, puzzle in enumerate(puzzles) if theme in puzzle.themes]
-        groups |= {theme: members} if len(members) >= MIN_PUZZLES else {}
+    for i, puzzle in enumerate(puzzles):
+        for theme in puzzle.themes:
+            themes[theme].append(i)
+    groups |= {theme: members for theme, members in sorted(themes.items()) if len(members) >= MIN_PUZZLES}
     return {group: members for group, members in groups.items() if members}

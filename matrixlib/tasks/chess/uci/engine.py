@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chess
@@ -53,10 +52,8 @@ def ranking(result: SearchResult) -> list[int]:
 
 
 def listen(descriptor: int, lines: Lines) -> None:
-    """Pass on the lines of a file descriptor, and None at its end.
-
-    Not by a buffered file: that would wait with its lock held, which breaks the interpreter's exit.
-    """
+    """Pass on the lines of a file descriptor, and None at its end; a buffered file would wait with its lock held, which
+    breaks the interpreter's exit."""
     rest = b""
     while data := os.read(descriptor, 1 << 16):
         *whole, rest = (rest + data).split(b"\n")
@@ -79,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     set_waiting_policy()
     try:
-        folder, checkpoint = find_run(flags.checkpoint or _newest())
+        if not (run := flags.checkpoint or newest_complete("chess")):
+            raise ValueError(f"no finished training of chess in {reports_root()}: name one with --checkpoint")
+        folder, checkpoint = find_run(run)
         protocol.parse_option(f"name Simulations value {flags.simulations}")
     except ValueError as error:
         parser.error(str(error))
@@ -102,15 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _newest() -> Path:
-    """The training of chess that ended last; ValueError where there is none."""
-    if (folder := newest_complete("chess")) is None:
-        raise ValueError(
-            f"no finished training of chess in {reports_root()}: name one with --checkpoint, or `make train`"
-        )
-    return folder
-
-
 def _ends(line: str | None) -> bool:
     """Whether a search is over when this comes."""
     return line is None or line.split() in (["stop"], ["quit"])
@@ -124,8 +114,7 @@ class Engine:
         self, name: str, load: Callable[[], Net], lines: Lines, say: Callable[[str], None], simulations: int = 0
     ) -> None:
         self.name, self.load, self.lines, self.say = name, load, lines, say
-        self.options = {option.name: option.default for option in protocol.OPTIONS}
-        self.options["Simulations"] = simulations
+        self.options = {option.name: option.default for option in protocol.OPTIONS} | {"Simulations": simulations}
         self.board = chess.Board()
         self.rng = np.random.default_rng()
         self.net: Net | None = None
@@ -138,61 +127,47 @@ class Engine:
         """Obey lines until `quit` or their end."""
         while True:
             line = self._deferred.popleft() if self._deferred else self.lines.get()
-            words = [] if line is None else line.split()
-            if line is None or words == ["quit"]:
+            if line is None or line.split() == ["quit"]:
                 return
-            if not words:
-                continue
             try:
-                act = self._command(words[0], words[1:])
+                act = self._obey(line.split())
             except ValueError as error:
                 self.say(f"info string {' '.join(str(error).split())}")
             else:
                 act()
 
-    def _command(self, word: str, rest: list[str]) -> Callable[[], object]:
-        """What to do at a line; ValueError where that cannot be, and nothing has changed."""
-        match word:
-            case "uci":
+    def _obey(self, words: list[str]) -> Callable[[], object]:
+        """Do what a line says, but for what asks the network: that is returned, as its errors are not the line's."""
+        match words:
+            case ["uci", *_]:
                 return self._greet
-            case "isready":
+            case ["isready", *_]:
                 return self._ready
-            case "position":
-                return partial(setattr, self, "board", protocol.parse_position(rest))
-            case "go":
+            case ["go", *rest]:
                 go = protocol.parse_go(rest)
-                return partial(self._go, go, [protocol.legal_move(self.board, m) for m in go.searchmoves])
-            case "setoption":
+                return partial(self._go, go, [protocol.legal_move(self.board, move) for move in go.searchmoves])
+            case ["position", *rest]:
+                self.board = protocol.parse_position(rest)
+            case ["setoption", *rest]:
                 option, value = protocol.parse_option(" ".join(rest))
-                tables = open_tables(str(value)) if option == "SyzygyPath" and value else None
-                return partial(self._set, option, value, tables)
-            case "ucinewgame":
-                return self._forget
-            case "stop" | "debug" | "register" | "ponderhit":
-                return lambda: None
-        raise ValueError(f"unknown command '{word}'")
-
-    def _set(self, name: str, value: protocol.Value, tables: chess.syzygy.Tablebase | None) -> None:
-        self.options[name] = value
-        if name == "SyzygyPath":
-            self._tables = tables
-        if name in ("SyzygyPath", "Batch", "Threads"):
-            self.thinker = None
-
-    def _forget(self) -> None:
-        if self.thinker is not None:
-            self.thinker.forget()
+                if option == "SyzygyPath":
+                    self._tables = open_tables(str(value)) if value else None
+                self.options[option] = value
+                if option in ("SyzygyPath", "Batch", "Threads"):
+                    self.thinker = None
+            case ["ucinewgame", *_]:
+                if self.thinker is not None:
+                    self.thinker.followed = None
+            case [word, *_] if word not in ("stop", "debug", "register", "ponderhit"):
+                raise ValueError(f"unknown command '{word}'")
+        return lambda: None
 
     def _number(self, option: str) -> int:
         return int(self.options[option])
 
     def _greet(self) -> None:
-        for line in (
-            f"id name matrixlib {self.name}",
-            "id author the authors of matrixlib",
-            *map(str, protocol.OPTIONS),
-            "uciok",
-        ):
+        names = f"id name matrixlib {self.name}", "id author the authors of matrixlib"
+        for line in (*names, *map(str, protocol.OPTIONS), "uciok"):
             self.say(line)
 
     def _ready(self) -> None:
@@ -226,8 +201,10 @@ class Engine:
         if not thinker.place(board, only):
             self.say("info depth 0 score cp 0 string neither side can mate")
             return self._answer(go, next(iter(only or board.legal_moves)).uci())
-        draws = self._draws()
-        capacity = self._number("Hash") * MIB
+        draws, capacity = None, self._number("Hash") * MIB
+        if self.options["UCI_ShowWDL"] == "true":
+            (evaluation,) = thinker.net.evaluate_boards([board])
+            draws = evaluation.wdl[1] if evaluation.wdl else None
         for result, done in thinker.think(limit, deadline, self._interrupted, capacity):
             seconds = time.monotonic() - began
             progress = (
@@ -253,28 +230,16 @@ class Engine:
         return self._stop
 
     def _hear(self, line: str | None) -> None:
-        """A line during a search: `isready` is answered at once, all others are deferred in their order.
-
-        What ends a search ends those, too, that wait before it.
-        """
+        """A line during a search: `isready` is answered at once, others wait; what ends a search ends those, too."""
         if line is not None and line.split() == ["isready"]:
             self.say("readyok")
         else:
             self._stop = self._stop or _ends(line)
             self._deferred.append(line)
 
-    def _draws(self) -> float | None:
-        """The network's share of draws, where it is to be shown and the network has one."""
-        assert self.net is not None
-        if self.options["UCI_ShowWDL"] == "false":
-            return None
-        (evaluation,) = self.net.evaluate_boards([self.board])
-        return evaluation.wdl[1] if evaluation.wdl else None
-
     def _report_moves(self, result: SearchResult) -> None:
         """A line for each legal move, the least likely first, and one for the position: visits N, the network's policy
-        P and the expected result Q, that of the whole position where a move was never tried.
-        """
+        P and the expected result Q, that of the whole position where a move was never tried."""
         values = np.where(np.isnan(result.values), result.value, result.values)
         for row in np.argsort(result.prior, kind="stable"):
             move = move_from_index(int(result.moves[row]), self.board).uci()

@@ -35,9 +35,10 @@ class Option:
 
     def __str__(self) -> str:
         kind = "spin" if self.limits else "check" if self.default == "false" else "string"
-        default = "<empty>" if self.default == "" else self.default
         limits = " min {} max {}".format(*self.limits) if self.limits else ""
-        return f"option name {self.name} type {kind} default {default}{limits}"
+        return (
+            f"option name {self.name} type {kind} default {'<empty>' if self.default == '' else self.default}{limits}"
+        )
 
     def read(self, text: str) -> Value:
         """The value of a text; ValueError where it is not allowed."""
@@ -67,21 +68,23 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Go:
-    """Limits of a search, 0 or None where there is none. movetime, clocks and increments (White's, Black's): ms."""
+    """Limits of a search, by their names in `go`, 0 or None where there is none; times in milliseconds."""
 
     nodes: int = 0
     depth: int = 0
     mate: int = 0
     movetime: int | None = None
-    clocks: tuple[int | None, int | None] = (None, None)
-    increments: tuple[int, int] = (0, 0)
+    wtime: int | None = None
+    btime: int | None = None
+    winc: int = 0
+    binc: int = 0
     movestogo: int = 0
     infinite: bool = False
     searchmoves: tuple[str, ...] = ()
 
     def clock(self, turn: chess.Color) -> int | None:
         """Milliseconds left for the side to move."""
-        return self.clocks[0 if turn == chess.WHITE else 1]
+        return self.wtime if turn else self.btime
 
 
 def parse_option(text: str) -> tuple[str, Value]:
@@ -97,7 +100,6 @@ def parse_go(words: Sequence[str]) -> Go:
     """The limits after `go`. ValueError at a number that is none; unknown words, and `ponder`, count for nothing."""
     numbers: dict[str, int] = {}
     moves: list[str] = []
-    infinite = False
     rest = deque(words)
     while rest:
         word = rest.popleft()
@@ -105,45 +107,35 @@ def parse_go(words: Sequence[str]) -> Go:
             text = rest.popleft() if rest else ""
             if not re.fullmatch(r"-?\d{1,18}", text):
                 raise ValueError(f"go {word} needs a number, not '{text}'")
-            numbers[word] = int(text)
+            numbers[word] = max(int(text), 0)  # some programs send a clock that has run out
         elif word == "searchmoves":
             while rest and re.fullmatch(r"[a-h][1-8][a-h][1-8][nbrq]?", rest[0]):
                 moves.append(rest.popleft())
-        elif word == "infinite":
-            infinite = True
-    nodes, depth, mate, movestogo, white, black = (
-        max(numbers.get(name, 0), 0) for name in ("nodes", "depth", "mate", "movestogo", "winc", "binc")
-    )
-    clocks = (numbers.get("wtime"), numbers.get("btime"))
-    movetime, searchmoves = numbers.get("movetime"), tuple(moves)
-    return Go(nodes, depth, mate, movetime, clocks, (white, black), movestogo, infinite, searchmoves)
+    return Go(**numbers, infinite="infinite" in words, searchmoves=tuple(moves))
 
 
 def parse_position(words: Sequence[str]) -> chess.Board:
     """The board after `position`, with its moves. ValueError where it, or a move, is not legal."""
-    board = _position(words)
-    from_boards([board.root()])  # the last word on what can be played
-    return board
-
-
-def _position(words: Sequence[str]) -> chess.Board:
-    end = list(words).index("moves") if "moves" in words else len(words)
-    if words[:1] == ["startpos"] and end == 1:
+    start, moves = (
+        (words[: words.index("moves")], words[words.index("moves") + 1 :]) if "moves" in words else (words, ())
+    )
+    if list(start) == ["startpos"]:
         board = chess.Board()
-    elif words[:1] == ["fen"]:
-        board = parse_fen(" ".join(words[1:end]))
+    elif start[:1] == ["fen"]:
+        board = parse_fen(" ".join(start[1:]))
     else:
         raise ValueError("expected 'position startpos' or 'position fen <FEN>', then maybe 'moves ...'")
-    for text in words[end + 1 :]:
+    from_boards([board])  # the last word on what can be played
+    for text in moves:
         board.push(legal_move(board, text))
     return board
 
 
 def read_position(text: str) -> chess.Board:
     """The board of a FEN, of `startpos` or `fen <FEN>`, each perhaps with `moves ...` after it; errors as of
-    `parse_position`, but for those that `from_boards` finds: whoever asks a network comes by it."""
+    `parse_position`."""
     words = text.split()
-    return _position(words if words[:1] in (["startpos"], ["fen"]) else ["fen", *words])
+    return parse_position(words if words[:1] in (["startpos"], ["fen"]) else ["fen", *words])
 
 
 def legal_move(board: chess.Board, text: str) -> chess.Move:
@@ -163,38 +155,32 @@ def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     By the clock: an equal share for each move that it has to last for (MOVES_LEFT by itself), and three quarters of
     the increment, but never more than MOST_SHARE of what is left.
     """
-    left = go.clock(turn)
-    if go.infinite or (go.movetime is None and left is None):
+    left = go.clock(turn) if go.movetime is None else go.movetime
+    if go.infinite or left is None:
         return None
-    if go.movetime is not None:
-        return max(go.movetime - overhead, 0) / 1000
-    assert left is not None
     left = max(left - overhead, 0)
-    share = left / (go.movestogo or MOVES_LEFT) + 0.75 * go.increments[0 if turn == chess.WHITE else 1]
+    if go.movetime is not None:
+        return left / 1000
+    share = left / (go.movestogo or MOVES_LEFT) + 0.75 * (go.winc if turn else go.binc)
     return min(share, MOST_SHARE * left) / 1000
 
 
 def simulations_for(go: Go, turn: chess.Color, most: int) -> float:
     """Simulations at which a search ends, perhaps infinity. most: the option Simulations, 0 none."""
-    limits = [go.nodes] if go.nodes else []
-    limits += [UNIT << min(go.depth, 60)] if go.depth else []
-    if limits:
-        return min(limits)
-    if go.infinite:
-        return math.inf
-    if most:
+    if go.nodes or go.depth:
+        return min(go.nodes or math.inf, UNIT << min(go.depth, 60) if go.depth else math.inf)
+    if most and not go.infinite:
         return most
     timed = go.movetime is not None or go.clock(turn) is not None
-    return math.inf if timed or go.mate else BARE
+    return math.inf if timed or go.mate or go.infinite else BARE
 
 
 def depth_of(simulations: int) -> int:
-    """The depth that a number of simulations stands for."""
     return max(simulations // UNIT, 1).bit_length() - 1
 
 
 def centipawns(value: float) -> int:
-    """Centipawns at which the expected result in [-1, 1] is `value`."""
+    """Of an expected result in [-1, 1]."""
     value = min(max(value, -CERTAIN), CERTAIN)
     return round(math.log((1 + value) / (1 - value)) / PAWN)
 

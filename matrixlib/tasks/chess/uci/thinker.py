@@ -31,11 +31,7 @@ class Thinker:
     def __init__(self, net: Net, game: ChessGame | None = None, options: SearchOptions | None = None) -> None:
         self.net = net
         self.search = Search(game or ChessGame(), Evaluator(net), options or SearchOptions())
-        self._followed: tuple[str, list[chess.Move]] | None = None  # start and moves of the game in the tree
-
-    def forget(self) -> None:
-        """The next position is searched from nothing."""
-        self._followed = None
+        self.followed: tuple[str, list[chess.Move]] | None = None  # start and moves of the game in the tree
 
     def place(self, board: chess.Board, only: Sequence[chess.Move] = ()) -> bool:
         """Put the tree at a board, keeping what is known where it can be; False where the position is dead.
@@ -45,7 +41,7 @@ class Thinker:
         """
         search, moves, seen = self.search, board.move_stack, before(board, self.net.task.history)
         start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
-        past = self._followed[1] if self._followed and self._followed[0] == start and not only else None
+        past = self.followed[1] if self.followed and self.followed[0] == start and not only else None
         if past is not None and moves[: len(past)] == past:
             for i in range(len(past), len(moves)):
                 turn = board.turn if (len(moves) - i) % 2 == 0 else not board.turn
@@ -53,13 +49,13 @@ class Thinker:
         else:
             state = from_boards([board])
             search.reset(0, state, search.game.key(reversible(board)), only=indices, past=seen)
-        self._followed = None if only else (start, list(moves))
+        self.followed = None if only else (start, list(moves))
         if not _over(search):
             return True
         state = from_boards([board], repetition=int(board.is_repetition(2)))
         state["halfmove"] %= 100
         search.reset(0, state, only=indices, past=seen)
-        self._followed = None
+        self.followed = None
         return not _over(search)
 
     def think(
@@ -88,7 +84,7 @@ class Thinker:
                 search.trim()
 
     def line(self, board: chess.Board, move: int) -> list[chess.Move]:
-        """The principal variation from a move (policy index) of the board at which the tree was placed."""
+        """The principal variation from a move (policy index) of the board that was placed."""
         walk, moves = board.copy(stack=False), []
         for index in self.search.line(0, move):
             moves.append(move_from_index(index, walk))
