@@ -44,17 +44,6 @@ def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else() -> N
     assert NOTEBOOK["regressions"](now, [now]) == ([], "first record of this machine: nothing to compare with")
 
 
-def test_limits_and_shares_stand_beside_the_figures() -> None:
-    rows = [{"name": "rate", "value": 50, "unit": "positions/s", "limit": 200, "of": "copying"}]
-    rows += [{"name": "time", "value": 4.0, "unit": "s", "limit": 1.0, "of": "the disk"}]
-    rows += [{"name": "free", "value": 4.0, "unit": "s", "limit": None, "of": ""}]
-    entry = {"figures": {"updates": rows}}
-    shown = NOTEBOOK["text"](entry).loc["updates"]
-    assert shown.loc["rate"].tolist() == ["50 positions/s", "200", "25%", "copying"]
-    assert shown.loc["time"].tolist() == ["4 s", "1", "25%", "the disk"]
-    assert shown.loc["free"].tolist() == ["4 s", "", "", ""]
-
-
 def test_an_update_has_as_many_rows_as_its_work_allows_on_a_machine_with_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

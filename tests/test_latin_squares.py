@@ -72,11 +72,6 @@ def test_marginals_are_those_of_the_completions(index: int, mask: int) -> None:
 def test_tokens_and_digits_are_a_bijection() -> None:
     assert [token(d) for d in (0, 16, -16, -1)] == [2, 18, 19, 34]
     assert sorted(token(d) for d in range(-16, 17)) == list(range(2, TOKENS))
-    with pytest.raises(ValueError, match="digits lie in"):
-        token(17)
-
-
-def test_digits_of_the_modes() -> None:
     assert digits("standard", 4) == [1, 2, 3, 4]
     assert digits("zero_inclusive", 4) == [0, 1, 2, 3]
     assert digits("negative", 5) == [-2, -1, 0, 1, 2]
@@ -159,18 +154,6 @@ def test_permutations_are_uniform_and_independent() -> None:
         assert abs((orders[one][:, 0] == orders[other][:, 0]).mean() - 1 / 3) < 0.03
 
 
-def test_a_square_s_stream_depends_on_its_key_alone() -> None:
-    """Not on the place in the batch, or on the grid around it; known answers of SplitMix64 with seed 1234567."""
-    known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert pool.random_scores(np.array([1234567]), 3)[0].tolist() == known
-    found, keys, size = squares.generate(5, 8, 0), np.arange(11, 19), np.full(8, 5)
-    whole = pool.isotopes(found, size, keys)
-    for i in range(8):
-        wide = np.zeros((1, 9, 9), np.uint8)
-        wide[0, :5, :5] = found[i]
-        assert np.array_equal(pool.isotopes(wide, size[:1], keys[i : i + 1])[0, :5, :5], whole[i])
-
-
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -199,20 +182,6 @@ def oracle(target: torch.Tensor) -> decode.Predict:
     return predict
 
 
-def test_candidates_by_hand() -> None:
-    wide = torch.full((1, 4, 4), -1)
-    wide[0, 0, 0], wide[0, 1, 1] = 0, 1
-    found = decode.candidates(wide, torch.tensor([3]))[0]
-    assert not found[0, 0].any()
-    assert [found[place].tolist() for place in ((0, 1), (2, 2), (2, 0))] == [
-        [False, False, True, False],
-        [True, True, True, False],
-        [False, True, True, False],
-    ]
-    assert not found[3].any()
-    assert not found[:, 3].any()
-
-
 @pytest.mark.parametrize(("size", "low", "high"), [(3, 1, 1), (4, 0.93, 0.99), (5, 0.9, 0.99), (9, 0.6, 0.9)])
 def test_the_baseline_without_a_network_is_known(size: int, low: float, high: float) -> None:
     """Fewest candidates first and a random digit give 1.00, .95, .95 and .73 of the empty grids."""
@@ -223,18 +192,13 @@ def test_the_baseline_without_a_network_is_known(size: int, low: float, high: fl
 
 
 @pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("known", [False, True])
-def test_beam_search_fills_by_the_rules(width: int, known: bool) -> None:
+def test_beam_search_fills_by_the_rules(width: int) -> None:
     made = torch.from_numpy(squares.generate(4, 40, 0).astype(np.int64))
     size = torch.full((40,), 4)
     hidden = torch.rand((40, 4, 4), generator=generator()) < torch.linspace(0, 1, 40)[:, None, None]
     cells = torch.where(hidden, -1, made)
-    decoded = decode.beam(cells, size, oracle(made) if known else None, generator(), width)
-    complete = valid(decoded, cells, size)
-    if known:
-        assert torch.equal(decoded, made)
-    elif width == 4:
-        assert complete.all()
+    complete = valid(decode.beam(cells, size, None, generator(), width), cells, size)
+    assert complete.all() or width == 1
 
 
 def test_a_network_that_knows_fills_everything_in_any_way() -> None:

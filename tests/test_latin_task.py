@@ -17,9 +17,9 @@ from matrixlib.engine.validation import refuse_below_floor
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, model, pool, squares
 from matrixlib.tasks.latin.losses import tokens
-from matrixlib.tasks.latin.model import Block, LatinNet
+from matrixlib.tasks.latin.model import LatinNet
 from matrixlib.tasks.latin.spec import LatinTask
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token, token_table
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token
 
 SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
 
@@ -167,14 +167,6 @@ def test_uniform_predictions_satisfy_the_constraint_on_an_empty_grid() -> None:
     assert losses.constraint_chance(target, half, size) > 0.1
 
 
-def test_violations_by_hand() -> None:
-    grid = torch.tensor([[[0, 1, 2], [1, 2, 0], [2, 0, 1]], [[0, 1, 2], [1, 1, 0], [2, 0, 1]]])
-    assert losses.violations(grid, torch.tensor([3, 3])).tolist() == [0, 2]
-    wide = torch.zeros(1, 5, 5, dtype=torch.int64)
-    wide[0, :3, :3] = grid[0]
-    assert losses.violations(wide, torch.tensor([3])).tolist() == [0]
-
-
 def test_smoothing_has_a_floor_and_a_target_below_it_is_refused() -> None:
     """Mistake 2: the specification's target of 0.09 lies below the floor of its own loss, 0.661 over 35."""
     share, classes = 0.1, 35
@@ -230,16 +222,6 @@ def test_causal_cells_see_only_what_stands_before(causal: bool) -> None:
     assert bool((difference[:9] > 0).any()) is not causal
 
 
-def test_a_bias_is_computed_once_a_layer_however_often_the_stack_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is (B, heads, L, L), which at size 16 is more than all else of a block."""
-    made, relate = [], Block.relate
-    monkeypatch.setattr(Block, "relate", lambda *inputs: made.append(1) or relate(*inputs))
-    task = latin_task(model={"repeats": 3, "layers": 4})
-    with torch.no_grad():
-        task.losses(task.build_model().eval(), batch(task, records()), frozenset({"cell"}))
-    assert len(made) == 4
-
-
 def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
     config: Any = load("latin_full")
     with torch.device("meta"):
@@ -257,13 +239,3 @@ def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["latin.onnx"], "weights in a file beside it"
     assert file.difference < 1e-4
     assert file.examples == 4 * 14, "every size, in batches of 1 and 3"
-
-
-def test_hidden_cells_are_fed_as_empty_and_not_as_pad() -> None:
-    """An earlier consumer fed 0, which is PAD by now."""
-    grid, _, mode = model.puzzles(3, 4, seed=0)
-    assert set(mode.tolist()) == {0, 1, 2}
-    assert (grid[:, 4:] == PAD).all()
-    assert (grid == EMPTY).any()
-    for one, number in zip(grid, mode, strict=True):
-        assert set(one[:4, :4].ravel().tolist()) <= {EMPTY, *token_table()[number, 4, :4]}

@@ -1,10 +1,8 @@
 """Facts of machines, read from the files that the operating system shows of them; how fast they are."""
 
-import inspect
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,37 +133,6 @@ def test_calls_take_turns_and_the_median_is_of_those_after_a_warm_up() -> None:
     assert medians["a"] < 0.04
     speed.turns({"b": works["b"]}, 10.0)
     assert len(order) - 2 * (1 + speed.MIN_CALLS) == speed.WARM_CALLS + speed.MAX_CALLS == 210
-
-
-def test_rates_are_of_data_and_leave_threads_and_random_streams_alone() -> None:
-    """Ones make a GPU clock higher than data do."""
-    threads, stream = torch.get_num_threads(), torch.get_rng_state()
-    noise = speed._noise("cpu", torch.bfloat16, 64, 64)
-    assert noise.dtype == torch.bfloat16
-    assert 0.8 < float(noise.float().std()) < 1.2
-    assert all(gain > 0 for gain in inspect.unwrap(speed.bf16_gain)("cpu", seconds=0.05))
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), stream)
-
-
-@pytest.mark.parametrize(
-    ("device", "tflops", "side"),
-    [("cpu", 0.02, 1024), ("cpu", 1, 2048), ("cuda", 4, 2048), ("cuda", 20, 4096), ("cuda", 400, 8192)],
-)
-def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
-    monkeypatch: pytest.MonkeyPatch, device: str, tflops: float, side: int
-) -> None:
-    sides: list[int] = []
-
-    def product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
-        sides.append(n)
-        return 1.0, lambda: None
-
-    monkeypatch.setattr(speed, "_product", product)
-    monkeypatch.setattr(speed, "_best", lambda kinds, seconds: dict.fromkeys(kinds, tflops * 1e3))
-    rate = inspect.unwrap(speed.matrix_rate)  # which tests measure once
-    assert rate(device, "fp32", 1, seconds=0.3) == tflops * 1e3
-    assert sides[-1] == side
 
 
 def twice(number: int) -> int:

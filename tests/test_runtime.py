@@ -17,7 +17,6 @@ from matrixlib.tasks import load_config
 # What bf16 gains was measured on processors; of Apple's GPUs it is what is published: no units before the M5.
 H200 = DeviceFacts(cores=16, gpu=Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9))
 T4 = DeviceFacts(cores=4, gpu=Gpu("Tesla T4", (7, 5), False, 16 * 10**9))
-V100 = DeviceFacts(cores=8, gpu=Gpu("Tesla V100", (7, 0), False, 16 * 10**9))
 M3 = DeviceFacts(platform="darwin", cores=8, mps=True, macos=(15, 0), bf16_gain=(1, 1))
 M5 = DeviceFacts(platform="darwin", cores=10, mps=True, macos=(26, 0), bf16_gain=(2, 1.3))
 ZEN4 = DeviceFacts(cores=8, instructions=("avx512f", "avx512_bf16"), bf16_gain=(2.3, 1.9))
@@ -29,9 +28,7 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
     (H200, {}, "cuda bf16 tf32 channels_last workers=4 prefetch=4 micro_batch=1024 threads=16"),
     (replace(H200, vcache=True), {}, "workers=8 prefetch=6"),
     (replace(H200, vcache=True, cores=4), {}, "workers=3 prefetch=6 threads=4"),
-    (replace(H200, cores=1), {}, "workers=0 prefetch=2"),
     (H200, {"precision": "fp32"}, "cuda fp32 no-tf32"),
-    (H200, {"batch_size": 100}, "micro_batch=100"),
     (H200, {"batch_size": 100, "micro_batch": 500}, "micro_batch=100"),
     (
         H200,
@@ -43,7 +40,6 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
     (H200, {"compile": "reduce-overhead"}, "compile 'compile reduce-overhead'"),
     (T4, {}, "cuda fp16 scaler no-tf32 channels_last workers=3 micro_batch=1024"),
     (T4, {"precision": "bf16"}, "bf16 no-scaler 'slow'"),
-    (V100, {}, "cuda fp16 scaler no-tf32"),
     (SMALL_GPU, {}, "cuda bf16 micro_batch=256"),
     (M3, {}, "mps fp32 no-scaler no-channels_last no-compile workers=0 micro_batch=256"),
     (M3, {"precision": "bf16"}, "mps bf16 no-scaler"),
@@ -54,14 +50,11 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
     (M3, {"channels_last": True, "compile": True}, "channels_last compile '193349' '192551'"),
     (replace(M5, macos=(13, 6)), {}, "mps fp32 'macOS 14'"),
     (ZEN4, {}, "cpu bf16 no-scaler channels_last no-compile workers=1 prefetch=2 threads=8"),
-    (replace(ZEN4, cores=2, vcache=True), {}, "workers=0 prefetch=2"),
     (replace(ZEN4, bf16_gain=(1.1, 1.1)), {}, "fp32 channels_last"),
     (replace(ZEN4, instructions=("asimd", "bf16")), {}, "bf16"),
     (replace(ZEN4, thread_limit=3), {}, "threads=3 'OMP_NUM_THREADS=3'"),
-    (ZEN4, {"workers": 4}, "threads=8"),
     (ZEN4, {"threads": 20}, "threads=20 'only 8 cores'"),
     (OLD_CPU, {}, "cpu fp32 channels_last workers=1"),
-    (OLD_CPU, {"precision": "bf16"}, "bf16 no-scaler 'slow'"),
 ]
 REFUSED = [
     (ZEN4, {"device": "cuda"}, r"no CUDA device was found .*TORCH_INDEX.*; use .auto. or one that works here: cpu"),
@@ -214,23 +207,17 @@ def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pyte
 
 def test_another_choice_takes_its_reason_along() -> None:
     runtime = policy(T4, *sections(compile="default"))
-    assert runtime.requested == ("compile",)
-    plain = runtime.with_choice("dtype", "fp32", "fp16 gave nonsense").with_choice("compile", "", "slower")
-    assert (plain.dtype, plain.compile) == ("fp32", "")
-    reasons = {"dtype": "fp16 gave nonsense", "compile": "slower"}
-    assert plain.reasons == {**runtime.reasons, **reasons}
-    assert plain.requested == (), "another choice is not the user's"
+    plain = runtime.with_choice("compile", "", "slower")
+    assert (plain.compile, plain.reasons) == ("", runtime.reasons | {"compile": "slower"})
+    assert (runtime.requested, plain.requested) == (("compile",), ()), "another choice is not the user's"
 
 
 def test_resolve_here_and_where_nothing_is_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = resolve(*sections(device="cpu"))
-    assert runtime.dtype in ("fp32", "bf16")
     assert 1 <= runtime.threads <= len(machine.usable_processors())
     assert reuse(runtime.to_dict()) == runtime
     monkeypatch.setattr(speed, "bf16_gain", None)
-    resolve(*sections(device="cpu", precision="fp32"))
-    monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
-    resolve(*sections())
+    assert resolve(*sections(device="cpu", precision="fp32")).dtype == "fp32"
 
 
 @pytest.mark.parametrize(
