@@ -75,12 +75,6 @@ def test_shares_are_decimal_and_not_binary() -> None:
     assert len(phases({"x": tenths, "mode": MODE})) == 10
 
 
-def test_no_dimension_is_one_phase() -> None:
-    curriculum = Curriculum(config(), {})
-    assert not any(curriculum.advance(update, 10) for update in range(20))
-    assert curriculum.spans(20) == [(0, 20, curriculum.phases[0])]
-
-
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.integers(1, 500), st.integers(1, 500))
 @example(2, 1)  # a short run leaves phases out
@@ -93,11 +87,6 @@ def test_shares_are_a_function_of_the_update_alone(steps: int, start: int) -> No
     assert late.phase == whole.phase
     assert whole.history == sorted(whole.history)
     assert len(whole.history) <= 5, "it does not grow without changes"
-
-
-def test_a_stage_of_weights_reads_as_shares() -> None:
-    mix = StagesConfig(stages=({"puzzles": 1.0, "games": 3.0}, {}), fractions=(0.5, 0.5))
-    assert [str(phase) for phase in phases({"sources": mix})] == ["sources puzzles 25%, games 75%", "sources all"]
 
 
 @pytest.mark.parametrize(
@@ -121,15 +110,6 @@ def test_thresholds_need_patience_and_dwell(values: list[float], changes: dict[s
 def test_thresholds_that_would_flap_are_refused() -> None:
     with pytest.raises(ValueError, match="down 1 must be above up 2: 'loss' is a loss"):
         config(metric="loss", up=2.0, down=1.0)
-
-
-def test_a_phase_change_waits_for_the_next_update() -> None:
-    curriculum = Curriculum(config(kind="adaptive", patience=1, dwell=1), {"size": SIZE})
-    curriculum.record({"term/valid": 1.0})
-    assert curriculum.phase == 0
-    assert curriculum.advance(7, 100)
-    assert (curriculum.phase, curriculum.history) == (1, [(0, 0), (7, 1)])
-    assert not curriculum.advance(8, 100)
 
 
 def test_too_hard_a_phase_falls_back_and_never_flaps() -> None:

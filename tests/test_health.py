@@ -3,8 +3,6 @@
 import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,11 +52,9 @@ def settled(**changes: object) -> Health:
 @pytest.mark.parametrize(
     ("loss", "norm", "finite", "action"),
     [
-        (1.0, 0.5, True, OK),
         (-3.0, 1e30, True, OK),
         (NAN, 0.5, True, SKIP),
         (-INF, 0.5, True, SKIP),
-        (1.0, NAN, True, SKIP),
         (1.0, INF, True, SKIP),
         (1.0, 0.5, False, SKIP),  # inf - inf in two terms, say
     ],
@@ -83,6 +79,20 @@ def test_non_finite_updates_in_a_row(updates: list[tuple[float, float]], actions
     health = Health(options())
     assert run(health, updates) == actions
     assert health.skipped == sum(action is not OK for action in actions)
+
+
+def test_the_state_after_a_rollback() -> None:
+    """Our counts, the saved bands, and the learning rate cut, which warms back."""
+    health, saved = settled(), settled()
+    run(health, [HIGH, HIGH, BAD])
+    assert health.losses == saved.losses, "outliers do not widen the band"
+    assert (health.steady, health.onset) == (False, 20)
+    run(health, [(2.0, 1.0), *[HIGH] * 3])
+    after = health.rolled_back(16, saved)
+    assert (after.skipped, after.rollbacks, after.updates, after.losses) == (1, 1, 27, saved.losses)
+    assert [after.rate_scale(u) for u in (16, 21, 26, 999)] == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    after.onset = 18
+    assert after.rolled_back(16, saved).rate_scale(16) == pytest.approx(0.6 * 0.5), "on top of what was left of it"
 
 
 @pytest.mark.parametrize(
@@ -115,15 +125,6 @@ def test_noise_and_drift_are_no_spike(seed: int, noise: float, slope: float) -> 
     assert ROLLBACK not in run(health, updates)
 
 
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), factor=st.floats(4, 1e30))
-def test_a_loss_that_stays_up_is_found_within_patience(seed: int, factor: float) -> None:
-    stream = random.Random(seed)
-    health = Health(options(window=50))
-    run(health, ((2 * (1 + 0.05 * stream.gauss(0, 1)), 1.0) for _ in range(60)))
-    assert run(health, [(2 * factor, 1.0)] * 3) == [OK, OK, ROLLBACK]
-
-
 def around(level: float, updates: int, seed: int = 2) -> list[tuple[float, float]]:
     stream = random.Random(seed)
     return [(level + stream.gauss(0, 0.05), 1.0) for _ in range(updates)]
@@ -149,11 +150,8 @@ def test_a_short_spike_is_rolled_back_if_the_loss_settles_worse(level: float, ac
     if action is ROLLBACK:
         assert health.onset == 50
         assert "settled at 2.2" in health.last
-        assert "after a spike, from" in health.last
-
-
-def test_a_loss_that_settled_worse_halts_nothing() -> None:
-    assert run(settled(window=40, rollbacks=0), [*around(2.0, 30), HIGH, HIGH, *around(2.2, 40)]) == [OK] * 72
+        unable = settled(window=40, rollbacks=0)
+        assert run(unable, [*around(2.0, 30), HIGH, HIGH, *around(2.2, 40)]) == [OK] * 72, "it halts nothing"
 
 
 def test_gradients_of_the_warm_up_are_not_judged_and_the_share_of_clipped_ones_forgets() -> None:
@@ -178,13 +176,9 @@ def test_an_overflow_of_the_loss_scale_never_counts_towards_a_rollback() -> None
     assert health.overflowed == list(range(50))
     health.judge(stats(149, 2.0, INF, finite=False, overflow=True))
     assert health.overflowed == [149], "one fall in the last 100 updates is normal"
-
-
-def test_an_overflow_within_a_row_of_skips_does_not_end_it() -> None:
-    health = Health(options())
     run(health, [BAD, BAD])
-    health.judge(stats(2, 2.0, INF, finite=False, overflow=True))
-    assert run(health, [BAD]) == [ROLLBACK]
+    health.judge(stats(152, 2.0, INF, finite=False, overflow=True))
+    assert run(health, [BAD]) == [ROLLBACK], "it does not end a row of others"
 
 
 def test_rolled_back_too_often_is_halt_with_a_diagnosis() -> None:
@@ -200,47 +194,16 @@ def test_rolled_back_too_often_is_halt_with_a_diagnosis() -> None:
 @pytest.mark.parametrize(
     ("onset", "cut_at", "checkpoints", "target"),
     [
-        (120, -1, [50, 100, 150], 100),
-        (100, -1, [50, 100], 100),  # the state before the update with index 100
+        (100, -1, [50, 100, 150], 100),  # the state before the update with index 100
         (99, -1, [50, 100], 50),
         (49, -1, [50, 100], None),
-        (120, -1, [], None),
         (120, 100, [50, 100], 50),  # it was there already and no newer one came
         (120, 100, [100], 100),  # nothing older: the learning rate is smaller this time
-        (170, 100, [50, 100, 150], 150),
     ],
 )
 def test_where_a_rollback_goes(onset: int, cut_at: int, checkpoints: list[int], target: int | None) -> None:
     health = Health(options(), onset=onset, cut_at=cut_at)
     assert health.target(checkpoints) == target
-
-
-def test_the_learning_rate_is_cut_and_warms_back() -> None:
-    assert Health(options()).rate_scale(7) == 1
-    once = Health(options(), onset=120).rolled_back(100, Health(options()))
-    assert [once.rate_scale(u) for u in (100, 105, 110, 999)] == pytest.approx([0.5, 0.75, 1.0, 1.0])
-    once.onset = 102
-    twice = once.rolled_back(100, Health(options()))
-    assert twice.rate_scale(100) == pytest.approx(0.6 * 0.5), "on top of what was left of the first cut"
-    assert Health(options(rate_recovery=0), cut=0.5, cut_at=3).rate_scale(10**6) == 0.5
-
-
-def test_a_rollback_keeps_the_counts_and_restores_the_bands() -> None:
-    health, saved = settled(), settled()
-    run(health, [HIGH, HIGH, BAD])
-    assert health.losses == saved.losses, "outliers do not widen the band"
-    assert (health.steady, health.onset) == (False, 20)
-    run(health, [(2.0, 1.0), *[HIGH] * 3])
-    after = health.rolled_back(16, saved)
-    assert (after.skipped, after.rollbacks, after.updates) == (1, 1, 27)
-    assert after.losses == saved.losses
-    assert after.steady
-
-
-def test_a_new_phase_forgets_the_band() -> None:
-    health = settled()
-    health.forget_band()
-    assert run(health, [HIGH] * 5) == [OK] * 5
 
 
 def test_the_state_survives_json() -> None:
@@ -255,17 +218,10 @@ def test_the_state_survives_json() -> None:
         Health.from_dict(health.config, data)
 
 
-def test_no_tensors_are_needed() -> None:
-    code = "import sys, matrixlib.engine.health, matrixlib.engine.schedule; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_warnings_in_words() -> None:
     well, ill = Health(options()), Health(options(), last="update 7: loss nan", overflowed=[1, 2, 3])
     assert well.warnings(stats()) == []
-    empty = stats(empty=("plane",))
-    assert "no valid target of plane" in well.warnings(empty)[0]
-    assert well.warnings(empty, known=("plane",)) == []
+    assert "no valid target of plane" in well.warnings(stats(empty=("plane",)))[0]
     skipped = stats(metrics={"class/skipped": 0.3}, counts={"class": 10})
     assert well.warnings(skipped) == ["3 items without a usable target of class were skipped"]
     assert "update 7: loss nan" in ill.warnings(stats(action=SKIP))[0]

@@ -110,13 +110,6 @@ def test_a_fault_of_the_networks_own_is_raised() -> None:
         compare(Broken(), toy_batch(8), BF16, CONFIG)
 
 
-def test_the_rows_of_linear_layers_are_counted_for_a_row_of_the_batch() -> None:
-    with self_test.LinearRows() as linear:
-        nn.Linear(3, 2)(torch.zeros(4, 64, 3))
-        nn.Linear(2, 5)(torch.zeros(4, 2))
-    assert linear.rows == 256
-
-
 # What stands in for a wrong dtype or device
 
 

@@ -2,21 +2,22 @@
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_trainer import equal
 from torch import Tensor, nn
-from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
+from toy_task import Compiled, Hungry, Scaled, ToyNet, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
-from matrixlib.engine import optim, rng
+from matrixlib.engine import optim
 from matrixlib.engine.compiler import place
 from matrixlib.engine.stats import Action
-from matrixlib.engine.step import Step, throwaway
+from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import load_config
@@ -28,20 +29,7 @@ CHANGES = {
 }
 CONFIG = load_config("demo", CHANGES)
 OPTIM = CONFIG.optim
-
-
-@dataclass(frozen=True)
-class Scaled(Runtime):
-    """A CPU runtime with a loss scaler, which the real policy never makes."""
-
-    scale: float = 65536.0
-
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=self.scale)
-
-
-def scaled(scale: float, micro_batch: int = 8) -> Scaled:
-    return Scaled(**toy_runtime(micro_batch).to_dict(), scale=scale)
+SCALED = Scaled(**toy_runtime().to_dict(), scale=1024.0)
 
 
 def build(
@@ -92,16 +80,16 @@ def test_loss_is_the_weighted_sum_of_the_term_means_and_a_term_without_items_is_
     assert stats.losses["class"] == pytest.approx(math.log(3), rel=1e-5)  # its head starts at zero
     assert stats.loss == pytest.approx(stats.losses["class"] + 0.5 * stats.losses["plane"])
     assert set(stats.metrics) == {"class/hits", "plane/absolute"}
+    short = build(runtime=toy_runtime(dtype="bf16"))
+    assert short(toy_batch(32)).losses == pytest.approx(stats.losses, rel=0.02), "computed in fp32"
+    assert short.model.inner.weight.dtype == torch.float32
     step, batch = build(), toy_batch(16)
     batch["known"].zero_()
     stats = step(batch)
     assert (stats.action, stats.empty) == (Action.OK, ("plane",))
     assert (set(stats.losses), set(stats.metrics)) == ({"class"}, {"class/hits"})
     assert torch.count_nonzero(gradients(step)["plane.weight"]) == 0
-
-
-def test_a_weight_of_zero_leaves_the_term_out() -> None:
-    assert set(build(ToyTask(plane_weight=0.0))(toy_batch(16)).losses) == {"class"}
+    assert set(build(ToyTask(plane_weight=0.0))(toy_batch(16)).losses) == {"class"}, "of weight 0"
     with pytest.raises(ValueError, match="weight"):
         build(ToyTask(class_weight=0.0, plane_weight=0.0))
 
@@ -141,10 +129,6 @@ def tensors(step: Step) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in {**found, **averages}.items()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 @pytest.mark.parametrize("kind", ["input", "target"])
 def test_nothing_moves_on_a_non_finite_update(kind: str, norm: str) -> None:
@@ -155,7 +139,7 @@ def test_nothing_moves_on_a_non_finite_update(kind: str, norm: str) -> None:
     stats = step(poisoned(kind))
     assert (stats.action, stats.overflow) == (Action.SKIP, False)
     assert "not finite: loss of" in step.health.last
-    assert same(tensors(step), before)
+    assert equal(tensors(step), before)
     assert step.ema.averages == 1
     assert step(toy_batch(16, seed=1)).action is Action.OK
     assert step.update == 3  # a skipped update counts, so rate and data stay aligned
@@ -169,7 +153,7 @@ def test_a_non_finite_gradient_with_a_finite_loss_is_skipped_and_named() -> None
     assert math.isfinite(stats.loss)
     assert stats.action is Action.SKIP
     assert stats.detail.startswith("a non-finite gradient: plane.bias")  # clipping did not spread the NaN
-    assert same(tensors(step), before)
+    assert equal(tensors(step), before)
 
 
 def test_skips_in_a_row_halt() -> None:
@@ -181,22 +165,25 @@ def test_skips_in_a_row_halt() -> None:
 
 def test_loss_scaling_changes_nothing_where_it_fits() -> None:
     """Scale, backward, unscale, clip, step, update: the result is that of the unscaled step."""
-    plain, other = build(), build(runtime=scaled(1024.0))
+    plain, other = build(), build(runtime=SCALED)
     for seed in range(3):
         one, two = plain(toy_batch(16, seed)), other(toy_batch(16, seed))
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
         assert two.clipped == one.clipped
     for a, b in zip(plain.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for _ in range(2):
+        assert other(poisoned("input")).action is Action.SKIP
+    assert other.scaler.get_scale() == 1024.0, "a bad batch says nothing about it"
 
 
 def test_overflow_of_the_loss_scale_lowers_it_and_counts_apart() -> None:
-    step = build(runtime=scaled(3e38))
+    step = build(runtime=replace(SCALED, scale=3e38))
     before, overflows = tensors(step), 0
     while (stats := step(toy_batch(16))).overflow:
         overflows += 1
         assert stats.action is Action.SKIP
-        assert same(tensors(step), before)
+        assert equal(tensors(step), before)
     assert (stats.action, 0 < overflows < 6) == (Action.OK, True)
     assert step.scaler.get_scale() == pytest.approx(3e38 / 2**overflows)
     assert (step.health.overflows, step.health.skipped) == (overflows, 0)
@@ -205,7 +192,7 @@ def test_overflow_of_the_loss_scale_lowers_it_and_counts_apart() -> None:
 def test_a_collapsed_loss_scale_is_no_excuse() -> None:
     """A gradient that is not finite at a scale of 1 is no overflow; at a larger one it would be."""
     for scale, overflow in ((1.0, False), (1024.0, True)):
-        step = build(ToyTask(), runtime=scaled(scale))
+        step = build(ToyTask(), runtime=replace(SCALED, scale=scale))
         step.model.plane.bias.register_hook(lambda gradient: gradient * math.inf)
         stats = step(toy_batch(16))
         assert math.isfinite(stats.loss)
@@ -225,13 +212,6 @@ def test_a_model_cut_off_from_every_loss_is_an_error() -> None:
         build(Detached())(toy_batch(8))
 
 
-def test_losses_stay_fp32_under_bf16_autocast() -> None:
-    step = build(runtime=toy_runtime(dtype="bf16"))
-    one, two = step(toy_batch(64)), build()(toy_batch(64))
-    assert step.model.inner.weight.dtype == torch.float32
-    assert one.losses == pytest.approx(two.losses, rel=0.02)
-
-
 def test_the_module_that_went_bad_first_is_named_by_a_replay() -> None:
     step = build(ToyTask(dropout=0.5, norm="batch"), gating={"freeze_steps": 0})
     step(toy_batch(16))
@@ -240,7 +220,7 @@ def test_the_module_that_went_bad_first_is_named_by_a_replay() -> None:
     before = tensors(step)
     assert step(toy_batch(16)).action is Action.SKIP
     assert "first: plane" in step.health.last
-    assert same(tensors(step), before)
+    assert equal(tensors(step), before)
     once = torch.get_rng_state()
     quiet = build(ToyTask(dropout=0.5, norm="batch"))
     for _ in range(2):
@@ -248,37 +228,13 @@ def test_the_module_that_went_bad_first_is_named_by_a_replay() -> None:
     assert torch.equal(torch.get_rng_state(), once)
 
 
-def test_counts_are_made_while_a_gpu_works_on_the_first_pass() -> None:
-    step, asked = build(task := ToyTask(), micro_batch=4), list[str]()
-    counts, losses = task.counts, task.losses
-    task.counts = lambda batch: asked.append("counts") or counts(batch)
-    task.losses = lambda *given: asked.append("losses") or losses(*given)
-    step(toy_batch(8))
-    assert asked == ["losses", "counts", "losses"]
-
-
-@dataclass
-class Hungry(ToyTask):
-    """Runs out of memory with more than `room` rows."""
-
-    room: int = 5
-    seen: tuple[int, ...] = ()
-    error: str = ""
-
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        self.seen = (*self.seen, len(batch["x"]))
-        out = super().losses(model, batch, active)
-        if len(batch["x"]) > self.room:
-            raise (RuntimeError(self.error) if self.error else torch.OutOfMemoryError("CUDA out of memory. Tried ..."))
-        return out
-
-
 @pytest.mark.parametrize("error", ["", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"])
 def test_out_of_memory_halves_the_micro_batch_and_repeats_the_same_update(error: str) -> None:
     batch = uneven(32)
-    hungry, whole = (build(Hungry(error=error), micro_batch=32, clip_norm=1e9), build(micro_batch=32, clip_norm=1e9))
+    hungry, whole = (
+        build(Hungry(room=5, error=error), micro_batch=32, clip_norm=1e9),
+        build(micro_batch=32, clip_norm=1e9),
+    )
     stats, plain = hungry(batch), whole(batch)
     assert hungry.task.seen == (32, 16, 8, 4, 4, 4, 4, 4, 4, 4, 4)
     assert hungry.micro_batch == 4
@@ -299,7 +255,7 @@ def test_out_of_memory_repeats_with_the_same_random_numbers_and_buffers() -> Non
     for step in (hungry, small):
         for seed in range(3):
             step(toy_batch(32, seed))
-    assert same(tensors(hungry), tensors(small))
+    assert equal(tensors(hungry), tensors(small))
 
 
 @pytest.mark.parametrize("room, error, last", [(0, "", 1), (0, "CUDA error: illegal memory access", 4), (2, "else", 4)])
@@ -309,7 +265,7 @@ def test_no_memory_for_one_row_and_other_errors_are_passed_on(room: int, error: 
     with pytest.raises(RuntimeError, match=error or "out of memory"):
         step(toy_batch(8))
     assert (step.micro_batch, step.consistent) == (last, True)
-    assert same(tensors(step), before), "buffers, too"
+    assert equal(tensors(step), before), "buffers, too"
 
 
 def test_gated_terms_warm_up_and_weigh_nothing_in_the_decision() -> None:
@@ -331,13 +287,9 @@ def test_gated_terms_are_frozen_after_an_unstable_update_and_come_back() -> None
     assert torch.equal(step.model.plane.weight, head), "neither weight decay nor moments touch a frozen head"
     assert set(step(toy_batch(16)).losses) == {"class", "plane"}
     assert not torch.equal(step.model.plane.weight, head)
-
-
-def test_gated_terms_that_are_all_there_is_are_never_left_out() -> None:
-    """Without them an update would have no loss, and a run that is resumed would stand there for ever."""
-    step = build(ToyTask(gate_plane=True, class_weight=0.0))
-    assert step(poisoned("input")).action is Action.SKIP
-    assert set(step(toy_batch(16)).losses) == {"plane"}
+    alone = build(ToyTask(gate_plane=True, class_weight=0.0))
+    assert alone(poisoned("input")).action is Action.SKIP
+    assert set(alone(toy_batch(16)).losses) == {"plane"}, "an update without all that there is would have no loss"
 
 
 def test_a_time_limit_leaves_rows_out_and_keeps_the_weight() -> None:
@@ -370,22 +322,14 @@ def test_a_plain_descent_that_has_no_part_in_the_losses_does_not_end_a_scaled_up
             model.idle = Idle()
             return model
 
-    step = build(WithIdle(), runtime=scaled(1024.0))
+    step = build(WithIdle(), runtime=SCALED)
     assert step(toy_batch(16)).action is Action.OK
     assert step.model.idle.raw.item() == 0.0
 
 
-def test_a_bad_batch_says_nothing_about_the_loss_scale() -> None:
-    step = build(ToyTask(), runtime=scaled(1024.0))
-    for _ in range(2):
-        assert step(poisoned("input")).action is Action.SKIP
-    assert step.scaler.get_scale() == 1024.0
-    assert step(toy_batch(16)).action is Action.OK
-
-
 def test_a_device_that_is_gone_is_the_error_and_nothing_after_it() -> None:
     """Closing the loss scale is one more call to the device, whose error says less."""
-    step = build(runtime=scaled(1024.0))
+    step = build(runtime=SCALED)
 
     def gone(*_: object) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -396,40 +340,21 @@ def test_a_device_that_is_gone_is_the_error_and_nothing_after_it() -> None:
         step(toy_batch(16))
 
 
-class Uncompilable(nn.Module):
-    """As torch.compile's wrapper where the compiler fails after `good` calls, with random numbers drawn."""
-
-    def __init__(self, model: nn.Module, good: int = 0, **options: object) -> None:
-        super().__init__()
-        self._orig_mod, self.good = model, good
-
-    def forward(self, *inputs: Tensor, **more: object) -> object:
-        self.good -= 1
-        if self.good < 0:
-            torch.rand(3)
-            raise RuntimeError("InductorError: no C++ compiler\nat length")
-        return self._orig_mod(*inputs, **more)
-
-
 def test_where_the_compiler_fails_the_update_goes_on_without_it() -> None:
     kind = {"dropout": 0.5, "norm": "batch"}
     broken, plain = build(ToyTask(**kind)), build(ToyTask(**kind))
-    broken.model = Uncompilable(broken.model)
+    broken.model = Compiled(broken.model)
     messages = [[step(toy_batch(32, seed)).messages for seed in range(2)] for step in (broken, plain)]
     assert messages == [[("torch.compile failed, going on without it: InductorError: no C++ compiler",), ()], [(), ()]]
-    assert same(tensors(broken), tensors(plain))
-
-
-def test_an_error_of_a_model_that_was_compiled_is_not_hidden() -> None:
-    step = build(micro_batch=32)
-    step.model = Uncompilable(step.model, good=1)
-    step(toy_batch(32))
-    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
-        step(toy_batch(32))
+    assert equal(tensors(broken), tensors(plain))
+    plain.model = Compiled(plain.model, good=4)
+    plain(toy_batch(32))
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):  # an error of a model that was compiled
+        plain(toy_batch(32))
 
 
 def test_compiled_code_is_kept_where_a_restart_leaves_it(monkeypatch: pytest.MonkeyPatch, compiler_cache: Path) -> None:
-    monkeypatch.setattr(torch, "compile", Uncompilable)
+    monkeypatch.setattr(torch, "compile", Compiled)
     compiled = replace(toy_runtime(8), compile="default")
     place(nn.Linear(2, 2), toy_runtime(8))
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
@@ -448,13 +373,3 @@ def test_weights_and_buffers_in_half_precision_are_refused() -> None:
         getattr(model, part).to(torch.bfloat16)
         with pytest.raises(ValueError, match=f"^{part}.* is in half precision; build networks in fp32"):
             Step(ToyTask(), model, toy_runtime(), CONFIG, 10)
-
-
-def test_updates_before_a_run_leave_the_random_streams_as_they_were() -> None:
-    cpu = torch.device("cpu")
-    before = rng.capture(cpu)
-    with throwaway(ToyTask(dropout=0.5), toy_runtime(), CONFIG) as step:
-        step(toy_batch(16))
-    after = rng.capture(cpu)
-    assert torch.equal(after.torch, before.torch)
-    assert after.plain() == before.plain()

@@ -67,11 +67,10 @@ def test_what_a_gpu_does_meanwhile_is_not_counted_twice(times: dict[str, float],
 
 
 def test_starvation_is_told_with_what_to_do() -> None:
-    late, alone, fine = Pace(2, 4), Pace(0, 2), Pace(2, 4)
+    late, fine = Pace(2, 4), Pace(2, 4)
     messages = [late.add(8, 1.0, 0.4)[1] for _ in range(3 * STARVED_UPDATES)]
     assert "took 40% of the last 100 updates; raise data.workers (now 2)" in messages[-1]
     assert not any(messages[:STARVED_UPDATES])
-    assert "data.workers is 0" in [alone.add(8, 2.0, 1.0)[1] for _ in range(2 * STARVED_UPDATES)][-1]
     first = [fine.add(8, 11.0, 10.0)[1] for _ in range(5)]  # with prefetching the first updates always wait
     assert not any(first + [fine.add(8, 1.0, 0.0)[1] for _ in range(3 * STARVED_UPDATES)])
 
@@ -80,7 +79,6 @@ def test_the_rate_is_that_of_the_last_updates() -> None:
     pace = Pace(0, 2)
     assert [pace.add(rows, 1.0, 0.0)[0] for rows in (10, 30)] == [10, 20]
     assert [pace.add(30, 1.0, 0.0)[0] for _ in range(20)][-1] == 30
-    assert Pace(0, 2).add(5, 0.0, 0.0)[0] == 0
 
 
 @pytest.mark.parametrize(("after", "traced_updates"), [(2, TRACED), (6, 2), (0, 0)])

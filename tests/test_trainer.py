@@ -4,13 +4,11 @@ import errno
 import json
 import math
 import os
-import platform
 import random
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_held_out, toy_runtime
+from toy_task import Compiled, Hungry, Scaled, ToyData, ToySource, ToyTask, toy_batch, toy_held_out, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
@@ -532,25 +530,6 @@ def test_trouble_without_end_halts_with_evidence(tmp_path: Path) -> None:
     assert early.step == 11
 
 
-@dataclass
-class Hungry(ToyTask):
-    """Runs out of memory with more rows than these, in training and in evaluation."""
-
-    room: int = 99
-    evaluation_room: int = 99
-
-    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
-        return super().losses(model, self.fitting(model, batch), active)
-
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return super().outputs(model, self.fitting(model, batch))
-
-    def fitting(self, model: nn.Module, batch: Batch) -> Batch:
-        if len(batch["x"]) > (self.room if model.training else self.evaluation_room):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return batch
-
-
 def test_a_smaller_micro_batch_is_stored_with_the_run(tmp_path: Path) -> None:
     _, stats = train(tmp_path, task=Hungry(room=4))
     assert stats[0].micro_step == 5
@@ -586,19 +565,8 @@ def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path
 
 
 def test_names_in_a_checkpoint_are_plain_although_the_model_is_compiled(tmp_path: Path) -> None:
-    class Compiled(nn.Module):
-        """What torch.compile puts around a module, without compiling."""
-
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self._orig_mod = module
-
-        def forward(self, x: Tensor) -> Any:
-            assert self._orig_mod.training, "evaluation goes through the plain module"
-            return self._orig_mod(x)
-
     task = ToyTask()
-    trainer, _ = train(tmp_path, task=task, model=Compiled(task.build_model()))
+    trainer, _ = train(tmp_path, task=task, model=Compiled(task.build_model(), good=999))
     newest = trainer.checkpoints.newest()
     names = set(task.build_model().state_dict())
     assert set(newest.tensors["model"]) == set(newest.tensors["ema"]) == names
@@ -607,12 +575,6 @@ def test_names_in_a_checkpoint_are_plain_although_the_model_is_compiled(tmp_path
     plain = build(tmp_path, task)
     assert plain.resume() == STEPS
     assert equal(weights(plain), weights(trainer))
-
-
-@dataclass(frozen=True)
-class Scaled(Runtime):
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=3e38, growth_interval=4)
 
 
 def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
@@ -718,18 +680,15 @@ def test_a_checkpoint_comes_by_the_clock_too(tmp_path: Path) -> None:
     trainer = build(tmp_path, config=settings(checkpoint={"interval": 1000, "minutes": 1e-9}))
     assert build(killed(trainer, 4, tmp_path / "copy")).resume() == 4
     assert not trainer.adapted, "no rollback went to one of them"
+    auto, stats = train(tmp_path / "auto", config=settings(validation={"interval": "auto"}))
+    assert [s.step for s in stats if s.validation] == [STEPS], "the first is due later than this run is long"
+    assert auto.adapted
 
 
 def test_a_run_without_room_for_its_checkpoints_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match="no room for this run: up to 4 checkpoints"):
         build(tmp_path).train()
-
-
-def test_validations_at_updates_that_a_clock_set_are_not_called_reproducible(tmp_path: Path) -> None:
-    auto, stats = train(tmp_path, config=settings(validation={"interval": "auto"}))
-    assert [s.step for s in stats if s.validation] == [STEPS], "the first is due later than this run is long"
-    assert auto.adapted
 
 
 def test_rows_are_safe_from_a_power_loss_before_the_checkpoint_is(
@@ -783,9 +742,7 @@ def test_a_long_run_logs_every_kth_update_and_whatever_happened(
     assert seconds == pytest.approx(sum(s.seconds for s in stats))
 
 
-def test_the_heartbeat_is_written_at_its_interval_with_time_step_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heartbeat_is_written_at_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     trainer = build(tmp_path, config=settings(train={"heartbeat_seconds": 5}))
     monkeypatch.setattr("matrixlib.engine.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -796,8 +753,6 @@ def test_the_heartbeat_is_written_at_its_interval_with_time_step_and_memory(
         return json.loads((tmp_path / "heartbeat.json").read_text())
 
     first = beat(0.0, 1)
-    known = {"step": 1, "steps": STEPS, "phase": "training", "pid": os.getpid(), "host": platform.node(), "interval": 5}
-    assert known.items() <= first.items()
+    assert {"step": 1, "steps": STEPS, "phase": "training", "pid": os.getpid(), "interval": 5}.items() <= first.items()
     assert 10 < first["rss_mib"] <= first["rss_peak_mib"] < 1e6
-    assert datetime.fromisoformat(str(first["time"])).tzinfo is not None
     assert [beat(4.9, 2)["step"], beat(4.9, 2, "validation", force=True)["step"], beat(10.0, 3)["step"]] == [1, 2, 3]

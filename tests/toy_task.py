@@ -112,6 +112,54 @@ class ToyTask:
         return {"class": out["class"], "plane": torch.where(batch["known"] > 0, out["plane"], torch.nan)}
 
 
+@dataclass
+class Hungry(ToyTask):
+    """Runs out of memory in passes of more rows than these, after drawing its random numbers. seen: rows of passes."""
+
+    room: int = 99
+    evaluation_room: int = 99
+    error: str = ""
+    seen: tuple[int, ...] = ()
+
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+        return self._fitting(model, batch, super().losses(model, batch, active))
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self._fitting(model, batch, super().outputs(model, batch))
+
+    def _fitting(self, model: nn.Module, batch: Batch, out: Any) -> Any:
+        self.seen = (*self.seen, len(batch["x"]))
+        if len(batch["x"]) > (self.room if model.training else self.evaluation_room):
+            raise RuntimeError(self.error) if self.error else torch.OutOfMemoryError("CUDA out of memory. Tried ...")
+        return out
+
+
+class Compiled(nn.Module):
+    """As torch.compile's wrapper, where the compiler fails after `good` calls, with random numbers drawn."""
+
+    def __init__(self, model: nn.Module, good: int = 0, **options: object) -> None:
+        super().__init__()
+        self._orig_mod, self.good = model, good
+
+    def forward(self, *inputs: Tensor, **more: object) -> object:
+        assert self._orig_mod.training, "evaluation goes through the plain module"
+        self.good -= 1
+        if self.good < 0:
+            torch.rand(3)
+            raise RuntimeError("InductorError: no C++ compiler\nat length")
+        return self._orig_mod(*inputs, **more)
+
+
+@dataclass(frozen=True)
+class Scaled(Runtime):
+    """A CPU runtime with a loss scaler, which the real policy never makes."""
+
+    scale: float = 3e38
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=4)
+
+
 def wide(value: Tensor) -> Tensor:
     """At least fp32, whatever the autocast dtype."""
     return value if value.dtype == torch.float64 else value.float()

@@ -1,7 +1,6 @@
 """Curriculum: which part of the task's data an update is drawn from, over any number of dimensions, each with stages.
 
-A *phase* is one combination of stages; the next begins where any dimension goes on to its next stage. Phases end at
-shares of the updates, or when a metric of the validations is good enough.
+A *phase* is one combination of stages; the next begins where any dimension goes on to its next stage.
 """
 
 from __future__ import annotations
@@ -141,9 +140,8 @@ class Curriculum:
     def record(self, values: Mapping[str, float]) -> None:
         """Take in the losses and metrics of a validation on data of the phase in force; only `adaptive` looks at them.
 
-        The phase ends after `patience` validations in a row at `up` or better, and falls back after as many worse than
-        `down`. A phase that proved too hard is entered again only after twice as many good validations, so that two
-        phases never alternate. Raises ValueError for an unknown name.
+        A phase that proved too hard is entered again only after twice as many good validations, so that two phases
+        never alternate. Raises ValueError for an unknown name.
         """
         if self.config.kind != "adaptive":
             return
@@ -174,7 +172,7 @@ class Curriculum:
     def state_dict(self) -> dict[str, Any]:
         """State without the configuration, for the checkpoint."""
         state = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
-        return {"phases": [str(phase) for phase in self.phases], **state}
+        return {"phases": list(map(str, self.phases)), **state}
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. Raises ValueError when the state is of other phases."""

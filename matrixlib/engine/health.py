@@ -1,17 +1,14 @@
 """The action on an update, from numbers alone: may the weights move, must the run go back? No tensors here.
 
 OK moves the weights. SKIP moves none: the loss or a gradient is not finite. ROLLBACK goes back to the last good
-checkpoint: loss or gradient norm stayed far above its running band, or came back from there to a worse loss, or
-updates stayed non-finite. HALT ends the run: it was rolled back too often, or there is nothing good to go back to.
-
-The band (median and median absolute deviation of the last accepted updates) is not widened by a few outliers inside it.
-It has an upper edge only: a falling loss is no fault.
+checkpoint: loss or gradient norm stayed far above its band (median and median absolute deviation of the last accepted
+updates), or came back from there to a worse loss, or updates stayed non-finite. HALT ends the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -24,8 +21,7 @@ LOSS_FLOOR, NORM_FLOOR, SETTLED_FLOOR = 0.05, 0.25, 0.01
 """Least standard deviation of the band of losses, of gradient norms and of the median loss after a short spike, as a
 share of the median: a quiet stretch must not make a normal update an outlier."""
 SETTLED_BAND = 1.25
-"""Deviations by which that median must lie above the later half of the losses before the spike. A loss that drifts
-evenly by itself gets no further: its deviation is 0.37 windows of drift, the medians are 0.375 windows apart."""
+"""Deviations by which that median must lie above the later half of the losses before the spike; even drift is less."""
 CLIP_WINDOW = 500
 """Updates after the warm-up that the share of clipped gradients looks back on."""
 OVERFLOW_WINDOW, OVERFLOWS = 100, 3
@@ -40,13 +36,11 @@ class TrainingHalted(ArithmeticError):
 class Health(State):
     """Counts of a run, and what it does about each update. All but `config` goes into the checkpoint.
 
-    updates: updates judged. skipped: those with a non-finite loss or gradient. overflows: fp16 gradients beyond the
-    range at the current loss scale, which is normal: they never count towards a rollback. overflowed: their latest
-    update indices. nonfinite, outliers: such updates in a row up to now. onset: update index where the present row of
-    them began. losses, norms: the running bands. before, after: the losses before a row that ended by itself, and since
-    then, until it is known whether they came back to their level. clips: whether the latest gradients after the warm-up
-    were clipped. cut, cut_at: learning-rate factor set by the last rollback, and the update that it went back to. last:
-    what was wrong last.
+    updates: updates judged. skipped: those with a non-finite loss or gradient. overflows, overflowed: those of the loss
+    scale, which never count towards a rollback, and their latest indices. nonfinite, outliers: such updates in a row.
+    onset: index where the present row of them began. losses, norms: the running bands. before, after: the losses before
+    a row that ended by itself, and since then, until it is known whether they came back to their level. clips: whether
+    the latest gradients were clipped. cut, cut_at: factor of the last rollback, and its update. last: what was wrong.
     """
 
     config: HealthConfig
@@ -96,9 +90,7 @@ class Health(State):
         return Action.OK if finite else Action.SKIP
 
     def _outlier(self, stats: Stats) -> str:
-        """Which value lies above its band, in words; "" where none does or the band is not known yet. Gradient norms of
-        the warm-up, which grow by design, are not in theirs.
-        """
+        """Which value lies above its band, in words; "" where none does or the band is not known yet."""
         losses, norms = (stats.main_loss, self.losses, LOSS_FLOOR), (stats.grad_norm, self.norms, NORM_FLOOR)
         reasons = []
         for name, (value, band, floor) in {"loss": losses, "gradient norm": norms}.items():
@@ -110,9 +102,7 @@ class Health(State):
         return "; ".join(reasons)
 
     def _settled_worse(self, stats: Stats) -> bool:
-        """Whether the losses after a short spike have settled above those before it: the weights were damaged. Known
-        once as many losses have come in as make a band; a run is never halted for it.
-        """
+        """Whether the losses after a short spike have settled above those before it; a run is never halted for it."""
         if not self.before:
             return False
         self.after = [*self.after, stats.main_loss]
@@ -137,9 +127,8 @@ class Health(State):
         return sum(self.clips) / len(self.clips) if self.clips else 0.0
 
     def target(self, checkpoints: Sequence[int]) -> int | None:
-        """Which of the checkpoints (update counts) a rollback goes to, None where none is good: the newest from before
-        the trouble began; the one before that where the last rollback went to the same already, as it may carry the
-        fault in it.
+        """Which of the checkpoints (update counts) a rollback goes to: the newest from before the trouble began, the
+        one before that where the last rollback went to the same already; None where none is good.
         """
         good = sorted(step for step in checkpoints if step <= self.onset)
         if len(good) > 1 and good[-1] == self.cut_at:
@@ -147,9 +136,7 @@ class Health(State):
         return good[-1] if good else None
 
     def rolled_back(self, step: int, saved: Health) -> Health:
-        """The state to go on with from the checkpoint of `step`, whose health is `saved`: its bands, our counts, and a
-        cut of the learning rate on top of what is left of an earlier one.
-        """
+        """The state to go on with from the checkpoint of `step`: the bands of `saved`, our counts, a cut."""
         kept = {name: getattr(self, name) for name in ("updates", "skipped", "overflows", "last")}
         bands = {name: getattr(saved, name) for name in ("losses", "norms", "clips")}
         cut = self.rate_scale(self.onset) * self.config.rate_factor
@@ -162,7 +149,7 @@ class Health(State):
         return self.cut + (1 - self.cut) * min(1.0, max(0, update - self.cut_at) / self.config.rate_recovery)
 
     def forget_band(self) -> None:
-        """Start the bands anew: what is trained has changed (a phase of a curriculum), so the old ones do not hold."""
+        """Start the bands anew, as what is trained has changed."""
         self.losses, self.norms, self.before, self.after = [], [], [], []
 
     def diagnosis(self) -> str:
@@ -179,12 +166,11 @@ class Health(State):
             "that were kept as evidence for bad targets."
         )
 
-    def warnings(self, stats: Stats, known: Container[str] = ()) -> list[Message]:
-        """About an update with items or terms without targets, or one that was skipped. known: terms without targets
-        that need no further word. A task counts items without a target in the metric "<term>/skipped".
-        """
-        empty = [term for term in stats.empty if term not in known]
-        messages = [Message(Event.NO_TARGET, f"no valid target of {', '.join(empty)} in this update")] if empty else []
+    def warnings(self, stats: Stats) -> list[Message]:
+        """About an update with terms or items ("<term>/skipped") without targets, or one that was skipped."""
+        text, messages = f"no valid target of {', '.join(stats.empty)} in this update", list[Message]()
+        if stats.empty:
+            messages.append(Message(Event.NO_TARGET, text))
         for name, share in stats.metrics.items():
             term, _, what = name.rpartition("/")
             if what == "skipped" and share > 0:
@@ -199,9 +185,7 @@ class Health(State):
         return messages
 
     def clip_warning(self, p95: float, threshold: float) -> str:
-        """A warning when too many of at least 100 gradients after the warm-up were clipped, else "". p95: percentile of
-        the latest gradient norms; threshold: the norm above which they are clipped.
-        """
+        """A warning when too many of at least 100 gradients after the warm-up were clipped, else ""."""
         if self.clip_share <= self.config.clip_warning or len(self.clips) < 100:
             return ""
         return (

@@ -1,7 +1,6 @@
-"""Memory of this process and of its device: figures, thresholds, the allocator's cache, running out of it.
+"""Memory of this process and of its device, in MiB: thresholds, the allocator's cache, running out of it.
 
-All figures are MiB. The cache of torch's allocator is emptied here and nowhere else: in a healthy run it is never
-emptied, because the next update would have to ask the driver for the same blocks again.
+The cache is emptied here and nowhere else, and never in a healthy run: the next update would ask for the same blocks.
 """
 
 import gc
@@ -32,11 +31,8 @@ Result = TypeVar("Result")
 
 
 def usage(device: torch.device) -> Figures:
-    """What this process holds now, in MiB; waits for no device.
-
-    Everywhere: `rss_mib` (resident memory, memory-mapped shards included), `rss_peak_mib` (of the process's whole life:
-    the system never lets it fall), `total_mib` (the machine's memory, or the cgroup's limit). On an accelerator also
-    what `backend.memory` has; the peak is since `Monitor.interval` last reset it.
+    """What this process holds now, in MiB; waits for no device: `rss_mib`, `rss_peak_mib` (of its whole life),
+    `total_mib` (the machine's memory, or the cgroup's limit); on an accelerator also what `backend.memory` has.
     """
     info = psutil.Process().memory_info()
     if sys.platform == "win32":
@@ -50,9 +46,7 @@ def usage(device: torch.device) -> Figures:
 
 
 def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
-    """Share of the memory in use: the device's; on the CPU that of this process alone. With a limit (`memory.limit`)
-    the nearer of two ends counts: what this process may take, and what the device has.
-    """
+    """Share of the memory in use: the device's, or of `memory.limit` where that is nearer; on the CPU the process's."""
     if "device_total_mib" not in figures:
         return figures["rss_mib"] / figures["total_mib"]
     own = figures.get("reserved_mib", figures["driver_mib"])
@@ -61,33 +55,22 @@ def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
 
 
 def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
-    """As `share`, of the most that tensors took on CUDA: between updates, when one looks, their activations are gone,
-    and the allocator gives nothing back. Elsewhere nothing knows that peak, and it is `share`.
-    """
+    """As `share`, of the most that tensors took, where that is known (CUDA): between updates activations are gone."""
     if "allocated_peak_mib" not in figures:
         return share(figures, limit)
     return figures["allocated_peak_mib"] / (figures["device_total_mib"] * (limit or 1.0))
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, so that the same work in smaller parts may succeed; after an asynchronous CUDA
-    error the context is dead. A caller must leave its `except` clause before it tries again: the traceback keeps the
-    failed attempt's tensors alive.
+def out_of_memory(error: BaseException, device: torch.device | None = None) -> bool:
+    """Whether an allocation failed, so that the same work in smaller parts may succeed: a caller must leave its
+    `except` clause before, as the traceback keeps tensors alive. device: on an accelerator an error without a class of
+    its own may be one (MPS and cuDNN report it so), which shows when half of the rows work.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return _unnamed(error) and any(name in str(error) for name in ALLOCATORS)
-
-
-def may_be_memory(error: BaseException, device: torch.device) -> bool:
-    """`out_of_memory`, or an error of an accelerator that has no class of its own: MPS and cuDNN report a failed
-    allocation so. Whether it was one shows when half of the rows work.
-    """
-    return out_of_memory(error) or (device.type != "cpu" and _unnamed(error))
-
-
-def _unnamed(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.AcceleratorError):  # its context is dead
+        return False
+    return (device is not None and device.type != "cpu") or any(name in str(error) for name in ALLOCATORS)
 
 
 def first_line(error: BaseException) -> str:
@@ -106,19 +89,14 @@ def fresh_model(task: Task) -> torch.nn.Module:
 
 
 class OomBackoff:
-    """Cuts batches into smaller passes without gradients where memory runs out; what did not fit is not tried again.
-
-    rows: of a pass at most; 0 = whole batches.
-    """
+    """Cuts batches into smaller passes without gradients where memory runs out. rows: at most, 0 = whole batches."""
 
     def __init__(self) -> None:
         self.rows = 0
         self._messages: list[Message] = []
 
     def over(self, batch: Batch, work: Callable[[Batch], Result]) -> Iterator[Result]:
-        """What `work` gives for the parts of a host batch, in their order. It is called again with a smaller part
-        where memory ran out, so it must leave nothing behind then; an error at a single row is passed on.
-        """
+        """What `work` gives for the parts of a host batch, in their order; an error at a single row is passed on."""
         start, end = 0, rows(batch)
         while start < end:
             stop = min(end, start + (self.rows or end))
@@ -145,10 +123,8 @@ class OomBackoff:
 
 @dataclass
 class Chunk:
-    """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
-
-    Halved at a check above `memory.warn`, down to an eighth of the micro-batch; doubled after `CALM_CHECKS` checks in a
-    row well below it. calm: such checks so far. changes: of `rows`.
+    """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. calm: checks in a row
+    well below `memory.warn`. changes: of `rows`.
     """
 
     rows: int = 0
@@ -156,7 +132,9 @@ class Chunk:
     changes: int = 0
 
     def check(self, used: float, warn: float, micro_batch: int) -> bool:
-        """Take in the share of the memory in use; True when `rows` changes."""
+        """Take in the share of the memory in use; True when `rows` changes: halved above `warn`, down to an eighth of
+        the micro-batch, doubled after `CALM_CHECKS` calm checks.
+        """
         before, present = self.rows, min(self.rows or micro_batch, micro_batch)
         self.calm = self.calm + 1 if used < warn - 2 * HYSTERESIS else 0
         if used > warn and present // 2 >= max(1, micro_batch // 8):
@@ -168,10 +146,7 @@ class Chunk:
 
 
 class Monitor:
-    """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`.
-
-    read: gives the figures of `usage`. needed: of the last check.
-    """
+    """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`."""
 
     def __init__(
         self, device: torch.device, config: MemoryConfig, read: Callable[[torch.device], Figures] = usage
@@ -190,16 +165,14 @@ class Monitor:
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
 
     def begin(self) -> None:
-        """Forget what was before the run: the first check would take what the self-test left for the run's own."""
+        """Forget what the trials before the run have left."""
         if self._device.type != "cpu":
             gc.collect()  # its network lies in reference cycles
             backend.empty_cache(self._device)
         self._forget_peak()
 
     def check(self, step: int) -> list[Message]:
-        """Measure after update `step`, every few updates; what a person should know. A clear is followed by no other
-        while the use stays up: then the memory is needed, and the next update would only fill the cache again.
-        """
+        """Measure after update `step`; what a person should know. While the use stays up no clear follows another."""
         figures = self._measure()
         used, self.needed = share(figures, self._limit), needed(figures, self._limit)
         text, messages = f"memory: {used:.0%} in use after update {step};", list[Message]()
@@ -215,7 +188,7 @@ class Monitor:
         return messages
 
     def chunked(self, step: int, present: int, size: int) -> Message:
-        """After the self-supervised heads' rows at once have changed to `present` (0 = all) of `size`."""
+        """What is told when the self-supervised heads' rows at once have changed to `present` (0 = all) of `size`."""
         if self._device.type == "mps":  # whose allocator's cache counts as used: it would never seem enough
             self._clear()
         text = f"memory: the self-supervised heads work on {present or size} of {size} rows at once after update {step}"
@@ -227,9 +200,7 @@ class Monitor:
         return who | self._read(self._device) | backend.utilisation(self._device)
 
     def interval(self) -> Figures:
-        """`usage` with `share` now and, for the time since the last call, `clears` and `peak_mib`: the most in tensors
-        on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
-        """
+        """`usage` and `share` now; since the last call `clears` and `peak_mib` (but on CUDA: of the checks)."""
         figures = self._measure() | backend.utilisation(self._device)
         peak = figures.get("allocated_peak_mib", self._peak)
         figures |= {"share": round(share(figures, self._limit), 4), "peak_mib": peak, "clears": self._clears}

@@ -79,8 +79,7 @@ def not_finite(row: Mapping[str, Any]) -> bool:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Append-only log of one run. Each line is flushed, so that a crash of the process loses at most the line being
-    written, and `sync` makes all of them safe from a power loss. A torn last line is cut off when it is opened.
+    """Append-only log of one run. Each line is flushed; a torn last line is cut off when it is opened.
 
     recent: the latest rows, written or not.
     """
@@ -96,9 +95,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._shorten(max((end for _, end in _lines(self.path)), default=0))
 
     def write(self, row: Mapping[str, Any], always: bool = True) -> None:
-        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added. Values: as of
-        `files.plain`, TypeError naming the key of any other. always: also between the updates that are written; those
-        left out are in the next row's `updates`, `seconds` (the mean) and `times` (sums).
+        """Append one row, which must hold `step`; TypeError naming the key of a value that `files.plain` does not take.
+        always: also between the updates that are written, of which the next row has `updates`, the mean of `seconds`
+        and the sums of `times`.
         """
         if not self._writes:
             return
@@ -124,9 +123,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         os.fsync(self._file.fileno())
 
     def truncate_to(self, step: int) -> int:
-        """Cut every row beyond `step` (a resumed run writes them again); returns how many were cut. A crash leaves the
-        file as it was or as it is to be.
-        """
+        """Cut every row beyond `step`; returns how many. A crash leaves the file as it was or as it is to be."""
         if not self._writes:
             return 0
         ends = [(row["step"], end) for row, end in _rows(self.path)]

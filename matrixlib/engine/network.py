@@ -15,8 +15,7 @@ from matrixlib.hardware import backend
 from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64
-"""Graphs that the compiler keeps of one function, one a size and network: by itself torch keeps 8 and evaluates the
-ninth uncompiled without an error."""
+"""Graphs that the compiler keeps of one function: by itself torch keeps 8 and evaluates the ninth uncompiled."""
 
 
 class GameTask(Protocol):

@@ -53,10 +53,8 @@ class Parts:
 
 
 def describe(part: Any) -> dict[str, str]:
-    """Import path of a part, SHA-256 of all source that it consists of, and that source itself if it is from a cell.
-
-    The source is that of its class or function, of what this uses from the same module or notebook, and the plain
-    values that it uses (attributes, closures, globals).
+    """Import path of a part, SHA-256 of all source that it consists of (its own, what that uses from the same module or
+    notebook, plain values), and that source itself if it is from a cell.
     """
     owner = part if isinstance(part, type | types.FunctionType) else type(part)
     text = "\n".join(dict.fromkeys(_sources(part, set())))
@@ -121,10 +119,10 @@ def refuse_other(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: s
     own = given.record()
     differences = [f"'{name}' is missing" for name in recorded.keys() - own.keys()]
     differences += [f"'{name}' is new" for name in own.keys() - recorded.keys()]
-    same = {name for name in own.keys() & recorded.keys() if recorded[name]["sha256"] == own[name]["sha256"]}
-    differences += [f"'{name}' has another source" for name in own.keys() & recorded.keys() - same]
+    both = own.keys() & recorded.keys()
+    differences += [f"'{name}' has another source" for name in both if recorded[name]["sha256"] != own[name]["sha256"]]
     if differences:
-        raise ValueError(
-            f"run '{run}' was begun with other parts: {', '.join(sorted(differences))}; give open_run() the same ones "
-            "(their source is in run.json), or another run name"
+        text = (
+            f"run '{run}' was begun with other parts: {', '.join(sorted(differences))}; give open_run() the same ones"
         )
+        raise ValueError(f"{text} (their source is in run.json), or another run name")

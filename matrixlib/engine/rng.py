@@ -15,7 +15,7 @@ from matrixlib.hardware import backend
 
 @dataclass(frozen=True)
 class Streams:
-    """State of every stream that a model or a task could draw from in the main process; loaders have their own."""
+    """State of every stream that a model or a task could draw from in the main process."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]

@@ -1,7 +1,4 @@
-"""What changes over a training: learning rate, plateau cuts, dropout stages, and the gate of self-supervised terms.
-
-Numbers in, numbers out; no tensors.
-"""
+"""What changes over a training: learning rate, plateau cuts, dropout stages, the gate of self-supervised terms."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Calla
 
 @dataclass
 class Plateau(State):
-    """Cuts the rate after so many full validations without improvement. Those of a sample are too noisy to count.
+    """Cuts the rate after so many full validations without improvement.
 
     best: lowest full loss that the next has to beat. stale: full validations since. cuts: of the rate so far.
     """
@@ -116,11 +113,10 @@ class Dropout:
 @dataclass
 class Gate(State):
     """When the self-supervised terms take part in an update, and by how much: they rise to their weight over a warm-up,
-    are left out for a while after an unstable update (a weight of 0 would still decay weights and move moments), and
-    may have a time limit, watched by a monotonic clock.
+    are left out for a while after an unstable update, and may have a time limit.
 
-    frozen_until: update index from which the terms take part again. row_seconds: measured time of one row with these
-    terms, 0 before it is known; used with a time limit only. left_out: rows that the limit left without them.
+    frozen_until: update index from which the terms take part again. row_seconds: measured, with a time limit only.
+    left_out: rows that the limit left without them.
     """
 
     config: GatingConfig
@@ -143,9 +139,7 @@ class Gate(State):
         return begins
 
     def rows(self, size: int, micro_batch: int) -> int:
-        """How many of an update's `size` rows get the terms: all, or the micro-batches (at least one) that fit in the
-        time limit. The terms' means are taken over those rows, so their weight stays.
-        """
+        """How many of an update's `size` rows get the terms: the micro-batches (at least one) within the time limit."""
         if not self.config.seconds or not self.row_seconds:
             return size
         fitting = int(self.config.seconds / self.row_seconds)

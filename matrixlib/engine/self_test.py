@@ -26,8 +26,7 @@ MAX_OVERFLOWS = 20  # updates in which fp16 may look for its loss scale
 WEIGHT_NOISE = 0.02
 """Added to fresh weights: heads begin at zero, and a network behind them would have no gradient to compare."""
 TOLERANCE = {True: (2e-3, 0.05), False: (0.1, 0.6)}
-"""fp32 or not -> relative difference of a loss and of a block's gradient (L2) at most. Far from what rounding does, and
-a faulty kernel is farther."""
+"""fp32 or not -> relative difference of a loss and of a block's gradient (L2) at most; a faulty kernel is farther."""
 NEGLIGIBLE = 1e-4
 """A block's gradient below this share of the largest one is all rounding."""
 
@@ -46,11 +45,9 @@ class LinearRows(TorchFunctionMode):
 
 
 def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[str, int]:
-    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32: (what is
-    wrong with it, "" = nothing; rows of the largest linear layer's input for one row of the batch).
-
-    In eval mode, as dropout draws other numbers on each device; without the compiler. What fails on the CPU in fp32 too
-    is no fault of the device and is raised. Random streams are afterwards as they were.
+    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32, without
+    dropout and compiler: (what is wrong with it, "" = nothing; rows of the largest linear layer's input for one row of
+    the batch). What fails on the CPU in fp32 too is raised. Random streams are afterwards as they were.
     """
     part = slice_batch(batch, 0, min(ROWS, rows(batch)))
     unclipped = config.optim.model_copy(update={"clip_norm": math.inf})

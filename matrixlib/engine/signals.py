@@ -23,9 +23,7 @@ class Terminated(SystemExit):
 
 
 class Signals:
-    """The signals that came inside a `deferred` block. interrupts: how many SIGINT. terminated: when SIGTERM came.
-    agreed: whether all ranks end for one.
-    """
+    """Signals of a `deferred` block. interrupts: SIGINTs. terminated: when SIGTERM came. agreed: all ranks end."""
 
     def __init__(self) -> None:
         self.interrupts = 0
@@ -36,21 +34,13 @@ class Signals:
 
     def check(self) -> None:
         """Raises Terminated or KeyboardInterrupt if one has come."""
-        if self.terminated is not None:
-            raise Terminated(128 + signal.SIGTERM)
-        if self.interrupts:
-            raise KeyboardInterrupt
+        _raise(self.terminated is not None, self.interrupts)
 
     def agree(self, ranks: Ranks) -> None:
-        """As `check`, on all ranks where one of them has been told: a launcher may tell any, and the others later. What
-        comes while they are asked is heard next time, as the others have not been told of it.
-        """
+        """As `check`, on all ranks where one of them has been told; what comes meanwhile is heard next time."""
         told = ranks.total({"interrupts": self.interrupts, "terminated": int(self.terminated is not None)})
         self.agreed = any(told.values())
-        if told["terminated"]:
-            raise Terminated(128 + signal.SIGTERM)
-        if told["interrupts"]:
-            raise KeyboardInterrupt
+        _raise(told["terminated"], told["interrupts"])
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler of both signals."""
@@ -86,10 +76,8 @@ class Signals:
 @contextlib.contextmanager
 def deferred() -> Iterator[Signals]:
     """SIGINT and SIGTERM inside the block raise KeyboardInterrupt and Terminated where `check` is called, and SIGINT at
-    its end. A second SIGINT raises at once, and another SIGTERM seconds later ends the process: one right after the
-    first is the same wish, as launchers pass on what schedulers send to every process of a job. A generator that is
-    closed within the block raises them to whoever calls its `close`; generators may be closed in any order. Only the
-    main thread gets signals, so elsewhere nothing changes.
+    its end; a generator that is closed within it raises them to whoever calls its `close`. A second SIGINT raises at
+    once, another SIGTERM seconds later ends the process (schedulers and launchers send the first one twice).
     """
     signals = Signals()
     if threading.current_thread() is threading.main_thread():
@@ -102,6 +90,13 @@ def deferred() -> Iterator[Signals]:
     finally:
         signals.end()
     if signals.interrupts:
+        raise KeyboardInterrupt
+
+
+def _raise(terminated: float, interrupts: float) -> None:
+    if terminated:
+        raise Terminated(128 + signal.SIGTERM)
+    if interrupts:
         raise KeyboardInterrupt
 
 

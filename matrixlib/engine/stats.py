@@ -1,6 +1,4 @@
-"""What happened in one update, the object that the step measures, health judges and the trainer yields; its messages,
-and the plain state that goes into a checkpoint.
-"""
+"""What happened in one update: its numbers and messages; and plain state that goes into a checkpoint."""
 
 from __future__ import annotations
 

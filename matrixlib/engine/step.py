@@ -20,7 +20,7 @@ from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import first_nonfinite, gradient_report
 from matrixlib.engine.distributed import Ranks, Reducer, batch_norms, full, gather_full
 from matrixlib.engine.health import Health
-from matrixlib.engine.memory import first_line, fresh_model, may_be_memory, out_of_memory
+from matrixlib.engine.memory import first_line, fresh_model, out_of_memory
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.parts import Parts
 from matrixlib.engine.schedule import Dropout, Gate, Plateau, learning_rate, warmup_updates
@@ -33,9 +33,7 @@ from matrixlib.hardware.runtime import Runtime
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What one update computes. weights: factor of each term's mean. main: the terms that are not gated. until: rows
-    with the gated terms; the others get the terms of `main` alone.
-    """
+    """What one update computes. main: the terms that are not gated, which alone are those of the rows after `until`."""
 
     task: Task
     batch: Batch
@@ -46,9 +44,7 @@ class UpdatePlan:
 
     @cached_property
     def totals(self) -> dict[str, int]:
-        """Items of each term, of all ranks, which its sums are divided by; "" for rows. Made when it is asked for: on
-        the host, while a GPU works on the first forward pass.
-        """
+        """Items of each term, of all ranks; "" for rows. Made on the host while a GPU works on the first pass."""
         counts = self.task.counts(self.batch)
         if self.until < rows(self.batch):
             part = self.task.counts(slice_batch(self.batch, 0, self.until))
@@ -61,10 +57,9 @@ class Step:
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
     pass, halved when memory runs out), active (terms that are computed at all), gated (those that may be left out for a
-    while), auxiliary_terms (those that no held-out loss has), off (those
-    switched off for good), schedule (learning rate of each update), consistent (False while weights and counters are
-    being changed: an error then leaves them half-changed until `load_state_dict`).
-    The random streams are its own: what others draw between two updates changes nothing here.
+    while), auxiliary_terms (those that no held-out loss has), off (those switched off for good), schedule (learning
+    rate of each update), consistent (False while weights and counters are being changed: an error then leaves them
+    half-changed until `load_state_dict`). The random streams are its own.
     """
 
     def __init__(
@@ -78,10 +73,7 @@ class Step:
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         parts: Parts = Parts(),  # noqa: B008 - frozen
     ) -> None:
-        """A step of a run of `steps` updates; the model goes to the device and into training mode. teacher: is asked
-        about every micro-batch. ranks: that each give rows of their own. parts: schedule and optimizer of the caller's
-        own, in place of the configured ones.
-        """
+        """A step of a run of `steps` updates; the model goes to the device and into training mode."""
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
         plain.train()
@@ -111,8 +103,7 @@ class Step:
         self.scaler = runtime.grad_scaler() or torch.amp.GradScaler("cpu", enabled=False)
         self.clock = Clock(runtime.torch_device)
         self.update = 0
-        self.consistent, self._unscaled = True, False
-        self._untried = True  # until an update has gone through the model, which may fail to compile
+        self.consistent, self._unscaled, self._untried = True, False, True  # the model may fail to compile
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         aside = self.side_optimizer.param_groups if self.side_optimizer is not None else []
@@ -122,11 +113,8 @@ class Step:
         self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
 
     def __call__(self, batch: Batch) -> Stats:
-        """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
-
-        Each term's sum is divided by its count in the whole batch, so the micro-batch size does not change the
-        gradient. Raises ValueError when no parameter receives a gradient. After any error while `consistent` the state
-        is as before.
+        """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite, nor by an
+        error while `consistent`. Raises ValueError when no parameter receives a gradient.
         """
         if self.dropout.enter(self.update / self.steps) and self.runtime.compile:
             torch.compiler.reset()  # graphs hold the rates as constants; torch keeps eight, then runs without, silently
@@ -156,9 +144,7 @@ class Step:
         return self.auxiliary_terms - before
 
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """(tensors by group, plain data) of a checkpoint between two updates. Where the network is cut over ranks all
-        of them ask for it, and rank 0 alone gets the tensors.
-        """
+        """(tensors by group, plain data) of a checkpoint; of a sharded network all ranks ask, rank 0 gets tensors."""
         tensors = {
             "model": optim.named_tensors(self.model),
             "optimiser": optim.optimiser_tensors(self.optimiser, self.model),
@@ -187,9 +173,7 @@ class Step:
         tensors, state = checkpoint.tensors, checkpoint.state
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
-            way = f"set optim.optimiser to {other}"
-            if self.config.optim.optimiser == "adamw_8bit" and other in ("adamw", "adamw_8bit"):  # by its library alone
-                way = "uninstall bitsandbytes" if other == "adamw" else "install bitsandbytes"
+            way = f"set optim.optimiser to {other} (adamw_8bit without bitsandbytes is adamw)"
             raise ValueError(f"its optimiser is {other}, and {own} cannot go on with that state; {way}")
         self.micro_batch = min(self.micro_batch, state["micro_batch"] or self.micro_batch)
         optim.load_tensors(self.model, tensors["model"])
@@ -221,9 +205,8 @@ class Step:
         return UpdatePlan(self.task, batch, weights, active - gated, until, self.ranks)
 
     def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[Message]]:
-        """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages. Where
-        memory runs out, or a compiled model fails at its first update, it is repeated with half the micro-batch, or
-        without the compiler, from the same random state and buffers.
+        """Gradients in `.grad`; the plan, sums on the device, messages. Where memory runs out, or the compiler fails
+        at the first update, it is repeated with half the micro-batch, or uncompiled, from the same state.
         """
         messages: list[Message] = []
         if not self.ranks.first:  # nothing of it is kept: a checkpoint knows of no ranks
@@ -237,7 +220,7 @@ class Step:
                 sums = self._accumulate(batch, plan)
             except (RuntimeError, MemoryError) as error:
                 untried = self._untried and unwrap(self.model) is not self.model and not out_of_memory(error)
-                short, text = may_be_memory(error, self.runtime.torch_device), first_line(error)
+                short, text = out_of_memory(error, self.runtime.torch_device), first_line(error)
                 if not untried and (not short or (self.micro_batch == 1 and not self.sharded)):
                     raise
                 problem = "compiler" if untried else "memory"
@@ -386,7 +369,7 @@ class Step:
         return {name: value.detach() for name, value in (losses | metrics).items()}
 
     def _first_nonfinite(self, batch: Batch, plan: UpdatePlan) -> str:
-        """Replay the update, which moves nothing, with a check on every module; the first that went bad, in words."""
+        """Replay the update with a check on every module; the first that went bad, in words."""
         compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
         optim.copy_tensors(self._buffers, self._before)
         after = rng.capture(self.runtime.torch_device)
@@ -408,8 +391,7 @@ class Step:
         return [self.optimiser] if self.side_optimizer is None or idle else [self.optimiser, self.side_optimizer]
 
 
-def _read(values: dict[str, Tensor]) -> dict[str, float]:
-    """All values in one transfer from the device."""
+def _read(values: dict[str, Tensor]) -> dict[str, float]:  # in one transfer from the device
     wide = torch.float64 if any(value.dtype == torch.float64 for value in values.values()) else torch.float32
     return dict(zip(values, torch.stack([value.detach().to(wide) for value in values.values()]).tolist(), strict=True))
 

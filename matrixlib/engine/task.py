@@ -23,9 +23,8 @@ class Task(Protocol):
     """What the engine trains. One contract test (tests/test_task_contract.py) runs over every task.
 
     A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or pixels, tokens) with a
-    usable target. Losses and metrics leave the task as SUMS over items: the engine cuts an update into micro-batches,
-    adds the sums and divides once, by the item counts of the whole update, so that the gradient is that of the big
-    batch.
+    usable target. Losses and metrics leave the task as SUMS over items: the engine adds those of the micro-batches and
+    divides once, by the item counts of the whole update.
     """
 
     @property
@@ -52,14 +51,10 @@ class Task(Protocol):
         """A freshly initialised fp32 model on the CPU; the same for the same configuration and seed."""
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Let the layers of the gated terms alone work on `rows` rows at once, 0: all. It takes less memory and
-        changes the losses by rounding at most. Returns what is in force: 0 where the task cannot.
-        """
+        """Let the layers of the gated terms work on `rows` rows at once, 0: all; what is in force, 0 = cannot."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Valid items of every term of `weights` in `batch`, on the host; 0 where no row has a target. The counts of
-        slices add up.
-        """
+        """Valid items of every term of `weights` in `batch`, on the host; the counts of slices add up."""
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
@@ -67,16 +62,15 @@ class Task(Protocol):
         """Forward pass of the terms in `active` over one micro-batch on the model's device.
 
         Returns (losses, metrics). `losses`: each term of `active` -> 0-d fp32 tensor, the SUM over that term's valid
-        items, with a gradient; a differentiable zero where the micro-batch has no valid item. `metrics`: "term/name" ->
-        0-d tensor without gradient, the SUM over the same items. Softmax and losses are computed in fp32 whatever the
-        autocast dtype. Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
+        items, with a gradient; a differentiable zero without any. `metrics`: "term/name" -> 0-d tensor without
+        gradient, the SUM over the same items. Softmax and losses are computed in fp32 whatever the autocast dtype.
+        Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
         """
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term whose bounds are known (chance, floor), both SUMS over the items that `counts` counts, of a batch on
-        the host. chance: the loss of a freshly initialised network, e.g. ln(number of classes) per row. floor: the
-        least loss that any network can reach, e.g. the entropy of the (smoothed) targets. A teacher's `auxiliary_terms`
-        have none.
+        """Per term whose bounds are known (chance, floor), SUMS over the items of a batch on the host. chance: the loss
+        of a freshly initialised network, e.g. ln(number of classes) per row. floor: the least that any network can
+        reach, e.g. the entropy of the (smoothed) targets. A teacher's `auxiliary_terms` have none.
         """
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -105,9 +99,7 @@ class Source(Protocol):
         """The same stream without the batches of these unskipped ranges (start, stop)."""
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the batch that came last: seconds that a worker took to `prepare` it, how many lay `ready` behind it; {}
-        where batches are not made ahead.
-        """
+        """Of the last batch: seconds to `prepare` it in a worker, how many lay `ready` behind it; {} = no workers."""
 
 
 class Data(Protocol):
@@ -132,14 +124,10 @@ class Teacher(Protocol):
 
     @property
     def auxiliary_terms(self) -> frozenset[str]:
-        """Terms that are no aim of a training: no held-out loss has them, and where it becomes clearly worse they are
-        switched off for good.
-        """
+        """Terms that no held-out loss has; where it becomes clearly worse they are switched off for good."""
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
-        """The batch with what the network says of its rows, as tensors beside the others. progress: share of the
-        training that is done, 0 to 1; None of held-out rows.
-        """
+        """The batch with what the network says of its rows. progress: share of the training, None of held-out rows."""
 
 
 def rows(batch: Mapping[str, Any]) -> int:

@@ -46,19 +46,13 @@ class Pace:
         late = sum(waited for _, _, waited in self._updates) / (sum(seconds for _, seconds, _ in self._updates) or 1.0)
         if self._count < FIRST_UPDATES + STARVED_UPDATES or late <= STARVED_SHARE:
             return rate, ""
-        remedy = "data.workers is 0, so batches are made between the updates: 1 would make them meanwhile"
-        if self._workers:
-            remedy = (
-                f"raise data.workers (now {self._workers}) or data.prefetch (now {self._prefetch}), and see whether "
-                "the disk is the limit"
-            )
+        remedy = f"raise data.workers (now {self._workers}) or data.prefetch (now {self._prefetch})"
         return rate, f"waiting for data took {late:.0%} of the last {STARVED_UPDATES} updates; {remedy}"
 
 
 class Clock:
-    """Adds up the seconds of phases. Those that run on a GPU are measured by events that are read when the device has
-    passed them: nothing is waited for, so they may come one update late. Elsewhere by the host's clock, which on MPS
-    sees the launching of work, and the work itself in `read`.
+    """Adds up the seconds of phases: on a GPU by events, which may come one update late as nothing is waited for;
+    elsewhere by the host's clock, which on MPS sees the launching of work, and the work itself in `read`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,16 +64,16 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         """Measure what is done inside the context; not counted if it fails."""
         start = backend.timing_event(self._device) if name in ON_DEVICE else None
-        if start is not None:
-            stop = backend.timing_event(self._device)
-            start.record()
-            yield
-            stop.record()
-            self._events.append((name, start, stop))
-        else:
+        if start is None:
             began = time.perf_counter()
             yield
             self._add(name, time.perf_counter() - began)
+            return
+        start.record()
+        yield
+        stop = backend.timing_event(self._device)
+        stop.record()
+        self._events.append((name, start, stop))
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call."""
@@ -94,8 +88,7 @@ class Clock:
 
 
 def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
-    """The same updates; the `TRACED` that follow update `after`, fewer where they end before, are recorded as a Chrome
-    trace. after: 0 = none."""
+    """The same updates; the `TRACED` that follow update `after` (0 = none) are recorded as a Chrome trace."""
     with contextlib.ExitStack() as stack:
         recorder: torch.profiler.profile | None = None
         for stats in updates:

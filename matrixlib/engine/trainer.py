@@ -32,8 +32,7 @@ from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_bel
 from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
 
-MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100
-"""Updates between two checks of the memory, and between two that are logged."""
+MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between two checks of the memory, and between two that are logged
 MESSAGES_OF_A_KIND = 20  # at most, in a run
 Hook = Callable[[Stats, Batch], None]
 
@@ -95,7 +94,6 @@ class Trainer:
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
         self.gradients: diagnostics.GradientReport | None = None
-        self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = not config.train.init  # False where training begins with weights of another run
         self._limiter = RateLimiter(max(config.train.statistics_interval, self.steps // MESSAGES_OF_A_KIND))
         self._rollback: tuple[Message, ...] = ()  # the message of one, for the next row: its own was cut off
@@ -110,7 +108,7 @@ class Trainer:
 
     @property
     def adapted(self) -> bool:
-        """Whether this machine's memory or clock has changed how the run computes: another one gets other bits."""
+        """Whether this machine's memory or clock has changed how the run computes."""
         clock = self.config.validation.interval == "auto" or (self._saving.by_clock and self._step.health.rollbacks)
         return bool(clock or self._chunk.changes or self._step.micro_batch < self.runtime.micro_batch)
 
@@ -164,11 +162,10 @@ class Trainer:
         """Updates up to `stop` (default: the last one); yields after each.
 
         However it ends, also by Ctrl-C, SIGTERM, an error in an update or the caller's leaving the loop, the state
-        after the last whole update has been saved; of a network that is cut over ranks only where all of them end.
-        TrainingHalted leaves the last good checkpoint, an error after the weights moved (in a validation, say) the last
-        one on disk. After a rollback (`action`) the next stats are of an earlier update. Raises ValueError at once for
-        a target loss that cannot be reached, CheckpointError where the disk has no room, TrainingHalted when the run
-        cannot be kept stable.
+        after the last whole update has been saved; of a sharded network only where all ranks end. TrainingHalted and an
+        error after the weights moved leave the last one on disk. After a rollback the next stats are of an earlier
+        update. Raises at once ValueError for a target loss that cannot be reached, CheckpointError where the disk has
+        no room; TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
             batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
@@ -184,8 +181,7 @@ class Trainer:
         self._memory.begin()
         self.write_heartbeat("training", force=True)
         self._advance()
-        # Around the saving and what the caller does with the stats, too: an interrupt that comes while a picture is
-        # drawn would else end this generator from outside, and nobody would hear what was saved.
+        # around what the caller does with the stats, too: else an interrupt there would end this from outside, unheard
         with deferred() as signals:
             yield from self._loop(self.steps if stop is None else min(stop, self.steps), signals)
 
@@ -227,7 +223,7 @@ class Trainer:
     # One update
 
     def _update(self, source: Iterator[Batch]) -> Stats:
-        """One update and all that hangs on it; afterwards the state lies between two updates again."""
+        """One update and all that hangs on it."""
         started = time.perf_counter()
         with self._step.clock.phase("wait"):
             batch = next(source, None)
@@ -246,8 +242,7 @@ class Trainer:
         stats, target = self._decide(stats)
         health, messages = self._step.health, list(stats.messages)
         halted = health.diagnosis() if stats.action is Action.HALT else ""
-        messages += [*health.warnings(stats, self._empty), *self._check_memory()]
-        self._empty = stats.empty
+        messages += [*health.warnings(stats), *self._check_memory()]
         if self.step == 1 and self._is_reporter:
             self.gradients, self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
             stats, messages = replace(stats, initial=self.initial), messages + first
@@ -278,8 +273,8 @@ class Trainer:
         return stats
 
     def _decide(self, stats: Stats) -> tuple[Stats, int | None]:
-        """The stats with the action in force, and where a rollback goes to. Without a good checkpoint the run halts;
-        where the loss is merely worse after a spike, this update alone is left out.
+        """The stats with the action in force, and where a rollback goes to: without a good checkpoint the run halts,
+        or, where the loss is merely worse after a spike, leaves this update out.
         """
         if stats.action is not Action.ROLLBACK:
             return stats, None
@@ -315,7 +310,7 @@ class Trainer:
         )
 
     def _check_memory(self) -> list[Message]:
-        """Every few updates: where memory is tight, the self-supervised terms work on fewer rows at once."""
+        """Where memory is tight, the self-supervised terms work on fewer rows at once."""
         if self.step % MEMORY_UPDATES:
             return []
         messages = self._memory.check(self.step)
@@ -353,9 +348,7 @@ class Trainer:
     # Phases, rollbacks and checkpoints
 
     def _advance(self, restored: bool = False) -> bool:
-        """Go on to the phase of the next update, its task, source and held-out batches; True where it is another one
-        than before. restored: the phase is that of a checkpoint.
-        """
+        """Go on to the phase of the next update (restored: of a checkpoint); True where it is another than before."""
         if self.curriculum is None:
             return False
         changed = not restored and self.curriculum.advance(self.step, self.steps)
@@ -371,7 +364,7 @@ class Trainer:
 
     def _roll_back(self, target: int) -> Message:
         """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
-        trouble began and with a smaller learning rate; what happened, in words.
+        trouble began; what happened, in words.
         """
         health = self._step.health
         start, stop = self._source.unskipped_index(health.onset), self._source.unskipped_index(self.step - 1) + 1
@@ -452,9 +445,7 @@ class Trainer:
         return self._eval_weights.network(self._source)
 
     def _checkpoint(self, validation: Validation | None) -> None:
-        """Save at the interval, after so many minutes, at the end and at the best full validation. In the middle of
-        trouble the interval's checkpoint waits: what is saved is worth going back to.
-        """
+        """Save where one is due; in trouble the interval's waits, as a saved state is worth going back to."""
         best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
         due = self._step.health.steady and self._saving.due(self.step)
         due = self.ranks.same(due) if self._step.sharded else due  # a clock may ask for it, and all have a part in it
@@ -463,10 +454,10 @@ class Trainer:
                 self.save(best=self._cadence.best if best else None)
 
     def _rescue(self, error: BaseException, signals: Signals) -> None:
-        """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
+        """Save what is whole before the run ends early; a failure of that is added to the error."""
         try:
             self.checkpoints.join()
-        except CheckpointError as failed:  # of an earlier save: the present state is still to be saved
+        except CheckpointError as failed:  # of an earlier save
             error.add_note(str(failed))
             self._saving.done(-1)
         try:
