@@ -34,10 +34,7 @@ def in_fp32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def board_mask() -> Tensor:
-    """(64, 64) bool: the square itself and those one queen, knight or king move away on an empty board.
-
-    The same for both encodings, because turning the rows round maps the relation onto itself.
-    """
+    """(64, 64) bool: the square itself and those one queen, knight or king move away; alike in both encodings."""
     square = torch.arange(SQUARES)
     rows = (square[:, None] // 8 - square[None, :] // 8).abs()
     columns = (square[:, None] % 8 - square[None, :] % 8).abs()
@@ -45,10 +42,8 @@ def board_mask() -> Tensor:
 
 
 def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
-    """BatchNorm2d, or GroupNorm in groups of about 16 channels.
-
-    `momentum` is the weight of the new batch (torch's meaning; Matrix0's is 0.9). Raises ValueError where the
-    groups do not divide the channels.
+    """BatchNorm2d (momentum: weight of the new batch), or GroupNorm in groups of about 16 channels; ValueError where
+    the groups do not divide the channels.
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels, momentum=momentum)
@@ -62,10 +57,7 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
 
 
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:
-    """Activation checkpointing of one block: only `x` is kept, the rest is made again in the backward pass.
-
-    With all L blocks so, L inputs and the inside of one block are held: still O(L), with a smaller factor.
-    """
+    """Activation checkpointing of one block: only `x` is kept, the rest is made again in the backward pass."""
     if torch.compiler.is_compiling():  # it keeps side effects out of the second pass itself
         return checkpoint(block, x, use_reentrant=False)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
@@ -76,12 +68,8 @@ def recomputed(block: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def _second_pass(norms: list[nn.BatchNorm2d], device: torch.device, stream: Tensor | None) -> Iterator[None]:
-    """While a block is run again, its batch must not enter the running statistics a second time.
-
-    A momentum of 0 keeps them bit for bit; `track_running_stats` off would change what autograd saves.
-    stream: random state of the device at the first pass, where torch does not replay it: dropout would draw other
-    masks, and the gradient would be wrong.
-    """
+    """While a block is run again. stream: random state at the first pass, where torch does not replay it."""
+    # A momentum of 0 keeps the statistics bit for bit; `track_running_stats` off would change what autograd saves.
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     after = None if stream is None else backend.rng_state(device)
     if stream is not None:
@@ -160,10 +148,9 @@ class DropPath(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; (B, C, 8, 8) to the same.
+    """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; ValueError for an empty bottleneck.
 
-    `preact`: x + SE(conv(act(norm(...)))) with nothing after the sum; else conv-norm-act and an activation
-    after it. ValueError for an empty bottleneck.
+    `preact`: x + SE(conv(act(norm(...)))) with nothing after the sum; else conv-norm-act and an activation after it.
     """
 
     def __init__(self, config: ModelConfig, drop: float) -> None:
@@ -184,13 +171,12 @@ class ResidualBlock(nn.Module):
         self.drop = DropPath(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        branch, last = x, self.convs[-1]
-        for conv, norm in zip(self.convs, self.norms, strict=True):
+        branch = x
+        for k, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             if self.preact:
                 branch = conv(self.activation(norm(branch)))
             else:
-                branch = norm(conv(branch))
-                branch = branch if conv is last else self.activation(branch)
+                branch = norm(conv(self.activation(branch) if k else branch))
         if self.se is not None:
             branch = self.se(branch)
         x = x + self.drop(branch)
@@ -198,12 +184,10 @@ class ResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over the 64 squares; (B, C, 8, 8) to the same.
+    """Self-attention over the 64 squares, LayerNorm over the channels of a square; (B, C, 8, 8) to the same.
 
-    `norm: pre`: x + proj(attention(LayerNorm(x))). `norm: post` is Matrix0's: LayerNorm(x +
-    proj(attention(x))), with scores clamped to +-50. With `mask`, `unmasked_mix` is the share of the
-    attention over all squares that is blended into the attention over the squares of `board_mask`. LayerNorm
-    runs over the channels of a square.
+    `pre`: x + proj(attention(LayerNorm(x))). `post` is Matrix0's: LayerNorm(x + proj(attention(x))), with scores
+    clamped to +-50. With `mask`, `unmasked_mix` is the share of the attention over all squares.
     """
 
     mask: Tensor | None

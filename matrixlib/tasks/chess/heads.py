@@ -29,10 +29,11 @@ class Head(ABC):
 
     @abstractmethod
     def targets(self, rows: dict[str, np.ndarray]) -> np.ndarray:
-        """(B, ...) targets of stored rows, after mirroring; runs in the loader's workers.
+        """(B, ...) targets of stored rows, after mirroring; runs in the loader's workers. Maps are of the oriented
+        board.
 
-        rows: `records` (B,) structured as `records.LAYOUT`, `policy_index` (K,) of all legal moves and `policy_weight`
-        (K,), those of row b from policy_offset[b] to policy_offset[b + 1]. Maps are of the oriented board.
+        rows: `records` (B,) as `records.LAYOUT`; of all legal moves `policy_index` and `policy_weight` (K,), those of
+        row b from policy_offset[b] to policy_offset[b + 1].
         """
 
     @abstractmethod

@@ -107,9 +107,8 @@ def policy_floor(index: Tensor, weight: Tensor, rows: Tensor, options: LossConfi
 def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tensor, Tensor]:
     """(target (B, 3) win-draw-loss, known (B,) bool) from the teacher's `wdl` (B, 3) and the game's `result` (B,).
 
-    With s = result_share: both known, (1 - s) wdl + s one_hot(result); wdl alone (result 2), wdl, or nothing
-    if s is 1; result alone (wdl all 0), one_hot(result), or nothing if s is 0; neither, nothing. So an
-    unknown part has no weight and the other takes all of it. Rows with nothing have a target of zeros.
+    With s = result_share: (1 - s) wdl + s one_hot(result). An unknown part (wdl all 0, result 2) has no weight, and the
+    other takes all of it unless s gives it none. Rows with nothing have a target of zeros.
     """
     share_wdl = (1 - result_share) * _given(wdl).float()
     share_result = result_share * (result != UNKNOWN).float()
@@ -127,9 +126,8 @@ def expected_score(distribution: Tensor) -> Tensor:
 
 
 def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of logits (B, 3) with targets (B, 3), summed over `rows`.
-
-    Metrics: `accuracy` (the likeliest class is one of the target's likeliest) and the moments of `_moments`.
+    """Cross-entropy of logits (B, 3) with targets (B, 3), summed over `rows`. Metrics: `accuracy` (the likeliest class
+    is one of the target's likeliest) and the moments of `_moments`.
     """
     log_p = logits.float().log_softmax(1)
     with torch.no_grad():
@@ -140,9 +138,8 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
 
 
 def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig) -> tuple[Tensor, Sums]:
-    """Squared or Huber error of values (B,) in -1..1 against win - loss of targets (B, 3), summed over `rows`.
-
-    Metrics: the moments of `_moments`.
+    """Squared or Huber error of values (B,) in -1..1 against win - loss of targets (B, 3), summed over `rows`. Metrics:
+    the moments of `_moments`.
     """
     value, result = value.float(), target[:, 0] - target[:, 2]
     if options.scalar == "mse":
@@ -153,10 +150,7 @@ def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig
 
 
 def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of logits (B, c, 8, 8) with classes (B, 8, 8), summed over `squares` (B, 8, 8) bool.
-
-    Metric: `accuracy`.
-    """
+    """Cross-entropy of logits (B, c, 8, 8) with classes (B, 8, 8), summed over `squares` (B, 8, 8) bool, `accuracy`."""
     loss = F.cross_entropy(logits.float(), classes.long(), reduction="none")
     return sums(loss, squares, {"accuracy": logits.argmax(1) == classes})
 
@@ -164,9 +158,8 @@ def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor
 def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float = 1.0) -> tuple[Tensor, Sums]:
     """Binary cross-entropy of logits (B, 1, 8, 8) with targets (B, 8, 8) of 0 and 1, summed over `squares`.
 
-    positive: how many times a 1 counts. Pins and forks stand on 0.21 % and 0.11 % of the squares of the sample set,
-    where an unweighted mean is small before anything is learned. Such a weight w trains the logit of the odds times w,
-    so `calibrated` takes ln w away again (Elkan 2001): probabilities stay true.
+    positive: how many times a 1 counts, as pins and forks stand on 0.21 % and 0.11 % of the squares. Such a weight w
+    trains the logit of the odds times w, so `calibrated` takes ln w away again (Elkan 2001).
     Metrics, all of calibrated logits: `cross_entropy`, unweighted, `accuracy`, and `hit` (true and predicted),
     `predicted` and `actual`, of which precision and recall are made.
     """
@@ -193,9 +186,8 @@ def calibrated(scores: Tensor, positive: float) -> Tensor:
 
 
 def _given(target: Tensor) -> Tensor:
-    """(B,) bool: rows of a target (B, n) that is not all 0. One with a NaN counts, so that it makes the loss NaN: left
-    out of the loss it would make the gradient NaN alone (0 times NaN), which passes for an overflow of fp16.
-    """
+    """(B,) bool: rows of a target (B, n) that is not all 0."""
+    # One with a NaN counts: left out, it would make the gradient alone NaN, which passes for an overflow of fp16.
     return ~(target.sum(1) <= 0)
 
 

@@ -89,10 +89,9 @@ POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions th
 
 
 def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
-    """Our options for a NetConfig of Matrix0 (missing fields have its defaults).
-
-    Its blocks never read `norm` (BatchNorm always) and use momentum 0.9; its mix of 1 or more means masked attention
-    alone, 0 or less unmasked alone. Raises ValueError naming unknown fields and options that we do not have.
+    """Our options for a NetConfig of Matrix0 (missing fields have its defaults); ValueError names unknown fields and
+    options that we do not have. Its blocks never read `norm` (BatchNorm always, momentum 0.9); a mix of 1 or more means
+    masked attention alone, 0 or less unmasked alone.
     """
     if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED):
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
@@ -106,7 +105,7 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
         supported["ssl_tasks"] = ["piece"]
     if bad := [f"{k} {options[k]!r} (only {value!r})" for k, value in supported.items() if options[k] != value]:
         raise ValueError(f"options of Matrix0's network that are not supported: {', '.join(bad)}")
-    mix, rank, channels = (options["attention_unmasked_mix"], options["policy_factor_rank"], options["channels"])
+    mix, rank, channels = options["attention_unmasked_mix"], options["policy_factor_rank"], options["channels"]
     return ModelConfig(
         encoding="matrix0",
         channels=channels,
@@ -144,11 +143,9 @@ def matrix0_name(name: str) -> str:
 
 
 def fitting(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
-    """The weights in a checkpoint's dict under our names, for a network with the tensors `own`.
-
-    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Keys that are not
-    known stay, for the network to refuse; BatchNorm's batch counters, which averaged weights lack and nothing reads,
-    it sets to 0 itself. Raises ValueError naming keys that are not finite or no tensors, and files without weights.
+    """The weights in a checkpoint's dict, the first of SCHEMAS or the dict itself, under our names for a network with
+    the tensors `own`. ValueError names keys that are not finite or no tensors, and files without weights. Unknown keys
+    stay for the network to refuse; BatchNorm's counters, which averaged weights lack, it sets to 0 itself.
     """
     state = _choose(data)
     names = {matrix0_name(name): name for name in own}
@@ -164,9 +161,8 @@ def fitting(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
 
 def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
     """Our options for the network of a checkpoint's dict: from the shapes of its weights, from its `config` where that
-    is Matrix0's, and for the rest as the published network has it, which the message names.
-
-    Raises ValueError as `matrix0_config` does, and where there are no weights of Matrix0.
+    is Matrix0's, and for the rest PUBLISHED, which the message names. ValueError as `matrix0_config`'s, and where there
+    are no weights of Matrix0.
     """
     state = _choose(data)
     if "stem.0.weight" not in state:

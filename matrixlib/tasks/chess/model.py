@@ -2,12 +2,11 @@
 
 Matrix0's 53-million-parameter network is a set of option values of it (`params/matrix0_53m.yaml`).
 
-Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is rank 1 of the side to move
-(`encoding: oriented`) or rank 8 of White's board (`encoding: matrix0`); column 0 is the a-file.
+Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares; row 0 is rank 1 of the side to move
+(`encoding: oriented`) or rank 8 of White's board (`matrix0`), column 0 the a-file.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,16 +48,13 @@ def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEA
     pass: convolutions, linear layers and attention products. planes: that the network takes. heads: as in
     PolicyValueNet.forward.
     """
-    shapes = {  # without numbers
-        name: tensor.detach().to("meta").requires_grad_(backward and tensor.requires_grad)
-        for name, tensor in itertools.chain(net.named_parameters(), net.named_buffers())
-    }
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    shapes = {k: t.detach().to("meta").requires_grad_(backward and t.requires_grad) for k, t in tensors.items()}
     # The counter knows the fused attention kernels of GPUs alone: it sees plain products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         out = functional_call(net, shapes, (torch.empty(1, planes, 8, 8, device="meta"), heads))
         if backward:
-            outputs = [*out.pop("ssl", {}).values(), *out.values()]
-            torch.stack([output.sum() for output in outputs]).sum().backward()
+            torch.stack([o.sum() for o in (*out.pop("ssl", {}).values(), *out.values())]).sum().backward()
     return int(counter.get_total_flops())
 
 
@@ -66,20 +62,17 @@ def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEA
 def training_flops(
     config: ModelConfig, heads: frozenset[str], trunk: Trunk | None = None, own: tuple["Head", ...] = ()
 ) -> int:
-    """`flops` forward and backward of the network of these, as `PolicyValueNet` takes them; what activation
-    checkpointing repeats is not counted.
-    """
+    """`flops` forward and backward of the network of these; what activation checkpointing repeats does not count."""
     with torch.device("meta"):
         net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own)
     return flops(net, PLANES, heads, backward=True)
 
 
 class MovePairs(nn.Module):
-    """Squares (B, 64, C) -> (B, 4672) fp32 logits: the product of a query of the from-square with a key of the
-    to-square, plus a learned number of the pair, as Leela's attention policy has it. An under-promotion's key is that
-    of its to-square plus one of the piece. Indices that are no move get the number of some other pair.
+    """Leela's attention policy: squares (B, 64, C) -> (B, 4672) fp32 logits, or of `moves` (B, L) alone, 0 in pads.
 
-    Given `moves` (B, L), policy indices, it computes these alone: (B, L), 0 in pads (-1).
+    A logit is the product of a query of the from-square with a key of the to-square (of an under-promotion plus one of
+    the piece), plus a learned bias of the pair. Indices that are no move get the logit of some other pair.
     """
 
     ends: Tensor
@@ -120,11 +113,8 @@ class PolicyHead(nn.Module):
     """(B, C, 8, 8) -> (B, 4672) logits, index = from-square * 73 + plane; illegal moves are not masked here. `moves`:
     indices (B, L) whose logits (B, L) alone `attention` computes; the other kinds make all.
 
-    `conv` gives each square its 73 planes; `attention` compares from- and to-squares (`MovePairs`, `rank` wide);
-    `dense` and `factored` (through `rank` numbers) mix all squares.
-    With `clamp` c the inputs and logits are clamped to +-c and the inner values to +-2c, as Matrix0 does;
-    this is the only place where logits are clamped. The last layer computes in fp32: in bf16 logits of 1 to 2 would be
-    rounded to steps of 1/128, and moves that differ would tie in a search.
+    With `clamp` c the inputs and logits are clamped to +-c and the inner values to +-2c, as in Matrix0, and nowhere
+    else. The last layer computes in fp32: in bf16 logits of 1 to 2 are steps of 1/128, and moves would tie in a search.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -174,9 +164,7 @@ class PolicyHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """(B, C, 8, 8) -> (B, 3) win-draw-loss logits of the side to move, or (B,) a value in -1..1; the last layer in
-    fp32, as the policy head's.
-    """
+    """(B, C, 8, 8) -> (B, 3) win-draw-loss logits of the side to move, or (B,) a value in -1..1; last layer in fp32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -218,11 +206,8 @@ class PolicyValueNet(nn.Module):
     """The network that `config` describes: planes -> trunk -> heads by name.
 
     trunk: makes the trunk in place of ours: a module (B, 19, 8, 8) -> (B, config.channels, 8, 8). heads: heads of one's
-    own beside ours. Both keep their own initialisation.
-
-    The auxiliary heads are there for the parameter count of Matrix0's checkpoints alone: they are frozen and
-    no output comes from them. Raises ValueError for widths that GroupNorm cannot divide, for a trunk that gives other
-    shapes, and for a head whose name is taken.
+    own beside ours. Both keep their own initialisation. Auxiliary heads are frozen, for Matrix0's checkpoints alone.
+    ValueError for widths that GroupNorm cannot divide, a trunk that gives other shapes, a head whose name is taken.
     """
 
     def __init__(self, config: ModelConfig, trunk: Trunk | None = None, heads: Sequence["Head"] = ()) -> None:
@@ -239,10 +224,8 @@ class PolicyValueNet(nn.Module):
         self.value_head = ValueHead(config)
         inner = max(1, width // 2)
         self.ssl_heads = nn.ModuleDict({name: SquareHead(config, inner, SSL_CHANNELS[name]) for name in config.ssl})
-        auxiliary = AUXILIARY_CHANNELS if config.auxiliary else {}
-        self.auxiliary = nn.ModuleDict(
-            {name: SquareHead(config, AUXILIARY_WIDTH, outputs) for name, outputs in auxiliary.items()}
-        )
+        auxiliary = AUXILIARY_CHANNELS.items() if config.auxiliary else ()
+        self.auxiliary = nn.ModuleDict({name: SquareHead(config, AUXILIARY_WIDTH, n) for name, n in auxiliary})
         self.auxiliary.requires_grad_(False)
         _initialise(self, depth(config))
         self.own_trunk = None if trunk is None else _checked(trunk(config), config)
@@ -292,8 +275,8 @@ class PolicyValueNet(nn.Module):
         return list(self.tower) if self.own_trunk is None else [self.own_trunk]
 
     def trunk(self, planes: Tensor, stream: list[Tensor] | None = None) -> Tensor:
-        """Features (B, C, 8, 8) that all heads share. stream: gets what goes into the blocks and what comes out of each
-        of them, of the same shape; ValueError where the trunk is not ours.
+        """Features (B, C, 8, 8) that all heads share. stream: gets the input of the first block and the output of each,
+        of the same shape; ValueError where the trunk is not ours.
         """
         if self.own_trunk is not None:
             if stream is not None:
@@ -323,9 +306,7 @@ def _checked(trunk: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
-    """head(x), made from `rows` rows at a time and again in the backward pass, so that the inside of one chunk is
-    held; 0: from all at once.
-    """
+    """head(x) of `rows` rows at a time (0: of all), made again in the backward pass, so that one chunk's is held."""
     if not rows or rows >= len(x):
         return head(x)
     again = torch.is_grad_enabled()
@@ -340,21 +321,15 @@ def depth(config: ModelConfig) -> int:
 
 def _tower(config: ModelConfig) -> list[nn.Module]:
     """Residual blocks, an attention block after every k-th; DropPath grows linearly from 0 to its rate."""
-    every = config.attention.every
-    kinds: list[type[ResidualBlock] | type[AttentionBlock]] = []
-    for number in range(1, config.blocks + 1):
-        kinds += [ResidualBlock, AttentionBlock] if every and number % every == 0 else [ResidualBlock]
-    last = max(1, len(kinds) - 1)
-    return [kind(config, config.droppath * index / last) for index, kind in enumerate(kinds)]
+    every, count = config.attention.every + 1, depth(config)
+    kinds = [AttentionBlock if every > 1 and k % every == 0 else ResidualBlock for k in range(1, count + 1)]
+    return [kind(config, config.droppath * index / max(1, count - 1)) for index, kind in enumerate(kinds)]
 
 
 def _initialise(net: PolicyValueNet, blocks: int) -> None:
-    """He-normal convolutions and Xavier linear layers. The last layers of heads are scaled, so that losses start at
-    chance level, and what ends one of so many branches, so that their sum starts at about the size of one.
-
-    Not where an activation other than ReLU follows the sum: it shrinks the stream at every block, and needs the whole
-    branch to fill it up again.
-    """
+    """He-normal convolutions, Xavier linear layers; last layers of heads and of branches start smaller."""
+    # Losses start at chance level, and the sum of all branches at about the size of one. Not where an activation other
+    # than ReLU follows the sum: it shrinks the stream at every block, and needs the whole branch to fill it up again.
     scaled: list[tuple[nn.Module | None, float]] = []
     for module in net.modules():
         if isinstance(module, nn.Conv2d):

@@ -155,16 +155,16 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
 
-        problem, teacher = "", net.task.config.teacher.network
+        teacher = net.task.config.teacher.network
+        if not teacher:
+            return figures.held_out(net, held_out, sample)
         try:
-            other = load(teacher, "", net.runtime.device) if teacher else None
-            if other is not None:
-                problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
+            other = load(teacher, "", net.runtime.device)
+            problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
         except ValueError as error:
             problem = str(error)
         if problem:
             warnings.warn(f"without figures of the teacher: {problem}", stacklevel=2)
-        if problem or other is None:
             return figures.held_out(net, held_out, sample)
         return figures.agreement(net, other, held_out, sample)
 
@@ -200,12 +200,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
         table[np.repeat(np.arange(len(state)), np.diff(offset)), legal] = True
         good = np.take_along_axis(table, np.maximum(index, 0).astype(np.int64), axis=1)
         mass = np.where(good, 0, batch["policy_weight"]).sum(1)
-        if not (bad := int((mass > 0).sum())):
-            return []
-        return [
-            f"{bad} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "
+        problem = (
+            f"{(mass > 0).sum()} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "
             "the network can never give it: check the policy encoding of the source"
-        ]
+        )
+        return [problem] if mass.any() else []
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
         base = figures["baselines"]

@@ -72,9 +72,7 @@ class ChessTask:
         options, teacher = self.config.loss, self.config.teacher
         terms = {
             "policy": Term(options.policy, self._policy_loss, _taught, self._policy_floor),
-            "value": Term(
-                options.value, self._value_loss, lambda batch: int(self.value_target(batch)[1].sum()), self._value_floor
-            ),
+            "value": Term(options.value, self._value_loss, self._valued, self._value_floor),
         }
         for name in self.config.model.ssl:
             loss, items = partial(self._ssl_loss, name), _hidden if name == "piece" else _squares
@@ -110,9 +108,8 @@ class ChessTask:
         `ssl.MAPS`; with the piece head `hidden` u8 (B, 8), where its loss has a weight. Of a cached teacher
         `teacher_policy` f32 (B, L) and `teacher_wdl` f32 (B, 3). Of each of `heads` its targets, by its name.
 
-        Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right before anything
-        else. Every random number is drawn whether it is used or not. Rows with hidden squares idle while the gate
-        leaves the piece head out.
+        With `data.mirror` half of the rows without castling rights are mirrored left and right before anything else.
+        Every random number is drawn whether it is used or not.
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
@@ -202,9 +199,7 @@ class ChessTask:
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per active term (chance, floor) as sums over the items of `counts`, where they are known. Chance level is the
-        loss of a network whose outputs are all 0.
-        """
+        """Per active term (chance, floor), where known, as sums over the items of `counts`; chance: all outputs 0."""
         batch, model = {name: tensor.cpu() for name, tensor in batch.items()}, self.config.model
         count = len(batch["pieces"])
         blank = {
@@ -228,6 +223,9 @@ class ChessTask:
         """(target (B, 3) win-draw-loss, rows (B,) bool that have one)."""
         target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
         return target, known & plain_rows(batch)
+
+    def _valued(self, batch: Batch) -> int:
+        return int(self.value_target(batch)[1].sum())
 
     def _value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         if self.config.model.value.kind == "scalar":
@@ -283,11 +281,8 @@ class ChessTask:
         return {"policy": legal, "value": out["value"]} | maps | own
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """Predictions on the oriented board.
-
-        `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in pads; `value` (B,) expected result in
-        -1..1; `wdl` (B, 3) probabilities, if the head gives them; `ssl/<head>` (B, c, 8, 8) probabilities for each of
-        `heads`.
+        """Predictions on the oriented board: `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in
+        pads; `value` (B,) in -1..1; maybe `wdl` (B, 3) probabilities; `ssl/<head>` (B, c, 8, 8) for each of `heads`.
         """
         names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
         return self.probabilities(self.forward(model, batch, names), batch, heads)
@@ -360,8 +355,7 @@ class ChessTask:
         """Maps (B, c, 8, 8) turned from the network's frame to the oriented board. name: of the head that gave them."""
         if self.config.model.encoding == "oriented":
             return maps
-        # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows
-        # do, but its own pieces are the second six classes.
+        # Matrix0's rows run from rank 8, as Black's oriented ranks do, whose own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
         theirs = maps[:, device_table(ssl.SWAPPED.tolist, str(maps.device))] if name == "piece" else maps
         return torch.where(black, theirs, maps.flip(2))

@@ -36,10 +36,9 @@ def policy_rows(index: Tensor, rows: Tensor) -> Tensor:
 
 
 def softened(scores: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
-    """(B, L) log-probabilities of logits (B, L) over the legal moves divided by temperatures (B,).
-
-    Pads get a probability of exactly 0 and a finite logarithm, whatever is in them. They are masked before the
-    division: its gradient at an infinity would make that of the temperature NaN.
+    """(B, L) log-probabilities of logits (B, L) over the legal moves divided by temperatures (B,); pads get a
+    probability of exactly 0. They are masked before the division: its gradient at an infinity would make the
+    temperature's NaN.
     """
     return (torch.where(index != PAD, scores, FILL) / temperature[:, None]).log_softmax(1)
 
@@ -91,10 +90,8 @@ def pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, i
 
 
 def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """1 - `alignment` of every CKA_ROWS rows, the mean over the pairs of blocks, times how many of them count.
-
-    rows: (B,) bool. Alignment is of many rows together; taken over groups of fixed size it adds up over micro-batches
-    that are multiples of them.
+    """1 - `alignment` of every CKA_ROWS `rows` (B,) bool, the mean over the pairs of blocks, times how many of them
+    count: it adds up over micro-batches that are multiples of these groups.
     """
     total = torch.zeros((), device=rows.device)
     for start in range(0, len(rows), CKA_ROWS):
@@ -123,9 +120,7 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
 
 class LearnedTemperature(SGDParameters):
     """T = 1 + 4 sigmoid(raw), which rises where that makes the student's task harder (CTKD, Li et al. 2022,
-    arXiv:2211.16231): its gradient is reversed, and multiplied by a factor that begins at 0.
-
-    That factor is why it is moved by plain descent: Adam divides it away, and decay alone would move it where it is 0.
+    arXiv:2211.16231): its gradient is reversed and multiplied by a factor from 0 on, which Adam would divide away.
     """
 
     def __init__(self, initial: float, rate: float) -> None:
@@ -167,8 +162,8 @@ def packed(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def unpacked(batch: Batch) -> Batch:
-    """A gathered batch whose `sidecar` (B,) RECORD has become `policy_teacher` (K,) f32, log-probabilities of the moves
-    of `policy_index`; the batch itself where there is none. Moves that were left out share their rest alike.
+    """A gathered batch with `policy_teacher` (K,) f32, log-probabilities of the moves of `policy_index`, of its
+    `sidecar` (B,) RECORD, if any. Moves that were left out share their rest alike.
     """
     if "sidecar" not in batch:
         return batch

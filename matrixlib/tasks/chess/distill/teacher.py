@@ -104,9 +104,7 @@ class ChessTeacher:
 
 def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
     """The files of these shards in a folder of the data set, each made, or made anew where it is not what it should be.
-
-    A process that is killed loses at most one of them. ValueError for a shard that is not the one that was catalogued,
-    and where nothing can be written.
+    ValueError for a shard that is not the one that was catalogued, and where nothing can be written.
     """
     if any(row.remote for row in shards):
         raise ValueError("a teacher's outputs lie beside the shards: set teacher.cache to false, or copy the data set")
@@ -133,10 +131,7 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
 
 
 def fits(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
-    """Whether a sidecar can be used: of this teacher and of what the shard now holds, and not known to be damaged.
-
-    As of shards themselves, no block is read before its first row is: a large data set would take minutes to open.
-    """
+    """Whether a sidecar can be used: of this teacher and of what the shard now holds, and not known to be damaged."""
     if not path.exists() or Sidecars.note(path).exists():
         return False
     try:

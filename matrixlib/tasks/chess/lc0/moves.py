@@ -41,12 +41,10 @@ def move_name(number: int) -> str:
 
 
 def slot_table() -> NDArray[np.int64]:
-    """(3, 4672): the move of a policy index of ours by what makes it: another piece, a pawn, a king.
-
-    Ours has one index for a queen's promotion and a plain move there, and castling as a move of the king.
+    """(3, 4672): the move of a policy index of ours by what makes it: another piece, a pawn (whose promotion to a queen
+    has no index of its own), a king (whose castling is its own move).
     """
-    code = bitboard.POLICY_MOVE.astype(np.int64)
-    code[code == bitboard.NO_MOVE] = 0
+    code = np.where(bitboard.POLICY_MOVE == bitboard.NO_MOVE, 0, bitboard.POLICY_MOVE).astype(np.int64)
     s, t, promotion = code & 63, code >> 6 & 63, code >> 12
     plain = MOVES[promotion, s, t]
     pawn = np.where((promotion == 0) & (MOVES[QUEEN, s, t] >= 0), MOVES[QUEEN, s, t], plain)
@@ -57,10 +55,9 @@ def slot_table() -> NDArray[np.int64]:
 
 
 def plane_table() -> NDArray[np.int64]:
-    """(1858,): where a move stands in a convolutional policy (80, 64), flattened.
-
-    56 planes of queen moves (8 directions, 7 lengths), 8 of knights, then 3 for each direction of a pawn's promotion,
-    to rook, bishop and queen, each at the square that is left.
+    """(1858,): where a move stands in a convolutional policy (80, 64), flattened: 56 planes of queen moves (8
+    directions, 7 lengths), 8 of knights, 3 (rook, bishop, queen) for each direction of a pawn's promotion, at the
+    square it leaves.
     """
     table = np.zeros(POLICY, np.int64)
     for promotion, s, t in zip(*(axis.tolist() for axis in np.nonzero(MOVES >= 0)), strict=True):

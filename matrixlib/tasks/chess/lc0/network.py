@@ -1,8 +1,7 @@
 """Networks of Leela Chess Zero in the place of our own: residual ones, their 112 planes, and the task that uses them.
 
-Shapes: B positions, 112 planes of 8 rows (ranks of the side to move, its first one first) and 8 columns (files). All
-eight boards of the planes are seen from the side that is to move now. Integers are uint8, int16 and int64, and nothing
-is copied from the host.
+Shapes: B positions, 112 planes of 8 rows (ranks of the side to move, its first one first) and 8 columns (files), all
+eight boards seen from the side that is to move now. Nothing is copied from the host.
 """
 
 from collections.abc import Mapping
@@ -113,10 +112,10 @@ class Lc0Task(ChessTask):
     ) -> dict[str, np.ndarray]:
         """As a ChessTask's, and what came before each position where it is given, see `planes`."""
         out = super().inputs(rows, index, offset)
-        if past is None:
-            return out
-        pieces, state = np.ascontiguousarray(past.states["pieces"]), packed_state(past.states)
-        return out | {"past": pieces, "past_state": state, "known": past.known.astype(np.int16)}
+        if past is not None:
+            out |= {"past": np.ascontiguousarray(past.states["pieces"]), "past_state": packed_state(past.states)}
+            out["known"] = past.known.astype(np.int16)
+        return out
 
     def build_model(self) -> PolicyValueNet:
         raise ValueError("networks of Lc0 come from their weight files: they are not trained here")
@@ -149,14 +148,12 @@ def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
 def planes(batch: Mapping[str, Tensor]) -> Tensor:
     """Input planes (B, 112, 8, 8) float32 on the device of the batch.
 
-    batch: `pieces` and `state` as for our own networks. With a past also `past` u8 (B, H, 32), `past_state` i16
-    (B, H, 6), the boards before in the same form, the newest first, each seen from its own side to move, and `known`
-    i16 (B,), how many of them there are.
+    batch: `pieces` and `state` as for our own networks; maybe the boards before in the same form, the newest first,
+    `past` u8 (B, H, 32) and `past_state` i16 (B, H, 6), each seen from its own side to move, `known` i16 (B,) of them.
 
-    Of each board, the newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 whether it had occurred before. 104-107 the
-    rights to castle, queen's side before king's, ours before theirs; 108 Black to move; 109 the half-move clock; 111
-    ones. Missing boards are the oldest one again (Lc0's `fen_only`), its pawn put back where an en-passant square tells
-    of its double step; after the start of a game they stay empty.
+    Of each board, the newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 a repetition. 104-107 castling rights, queen's
+    side before king's, ours before theirs; 108 Black to move; 109 the half-move clock; 111 ones. Missing boards are the
+    oldest one again (Lc0's `fen_only`), before its double step if any; before the start of a game they stay empty.
     """
     pieces, state = batch["pieces"][:, None], batch["state"][:, None]
     if "past" in batch:
@@ -168,9 +165,8 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
     own = unpack_pieces(pieces.flatten(0, 1)).unflatten(0, pieces.shape[:2])
     boards, repeated = _seen_from(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
     oldest, last = own[rows, known], state[rows, known]
-    start = (
-        oldest.eq(device_table(_start, str(oldest.device))).all(1) & (last[:, CASTLING] == 15) & (last[:, SIDE] == 0)
-    )
+    start = oldest.eq(device_table(_start, str(oldest.device))).all(1)
+    start &= (last[:, CASTLING] == 15) & (last[:, SIDE] == 0)
     fill = _seen_from(side, _put_back(oldest, last[:, EN_PASSANT, None])[:, None], last[:, None, SIDE])
     fill, again = torch.where(start[:, None, None], EMPTY, fill), torch.where(start, 0, last[:, REPETITION])[:, None]
     missing = torch.arange(1 + PAST, device=known.device) > known[:, None]
@@ -184,9 +180,8 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
     rights = torch.stack([now[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
     ones = torch.ones_like(rights[:, :1])
     scalars = torch.cat([rights, now[:, SIDE, None], now[:, HALFMOVE, None], 0 * ones, ones], dim=1).float()
-    return torch.cat(
-        [torch.cat([occupied, whole], dim=2).flatten(1, 2), scalars[:, :, None].expand(-1, -1, 64)], dim=1
-    ).unflatten(2, (8, 8))
+    history = torch.cat([occupied, whole], dim=2).flatten(1, 2)
+    return torch.cat([history, scalars[:, :, None].expand(-1, -1, 64)], dim=1).unflatten(2, (8, 8))
 
 
 def slots(batch: Mapping[str, Tensor]) -> Tensor:

@@ -56,10 +56,8 @@ def read(path: Path | str) -> Arrays:
 
 
 class Message:
-    """A message of protocol buffers as it lies in a file (https://protobuf.dev/programming-guides/encoding).
-
-    fields: number -> what stands there, in the order of the file: an integer, or a view of bytes, so that a length that
-    is not there takes no memory. ValueError where it is no message, TypeError for a field of another kind.
+    """A protocol buffer (https://protobuf.dev/programming-guides/encoding); ValueError where it is none, TypeError for
+    a field of another kind. fields: number -> integers, or views of bytes, so that a claimed length takes no memory.
     """
 
     def __init__(self, data: memoryview) -> None:
