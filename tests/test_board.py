@@ -46,8 +46,7 @@ def test_a_game_follows_the_rules_and_comes_back_from_its_pgn(net: Any) -> None:
     read_back = chess.pgn.read_game(io.StringIO(game.pgn()))
     assert read_back.errors == []
     assert read_back.end().board().fen() == game.board.fen()
-    assert len(game.course()) == 7
-    assert all(sum(chances) == pytest.approx(1, abs=1e-3) for chances in game.course())
+    assert [sum(chances) for chances in game.course()] == pytest.approx([1] * 7, abs=1e-3)
 
 
 def test_nobody_moves_for_the_network_or_after_the_end(net: Any) -> None:
@@ -65,8 +64,8 @@ def test_nobody_moves_for_the_network_or_after_the_end(net: Any) -> None:
 def test_a_claimable_draw_ends_the_game(net: Any) -> None:
     game = session(net, start="startpos moves g1f3 g8f6 f3g1 f6g8 g1f3 g8f6 f3g1")
     game.board.push_uci("f6g8")
-    assert game.result[0] == "1/2-1/2"
-    assert session(net, start="4k3/8/8/8/8/8/3R4/4K3 w - - 100 90").result[0] == "1/2-1/2"
+    fifty = session(net, start="4k3/8/8/8/8/8/3R4/4K3 w - - 100 90")
+    assert game.result[0] == fifty.result[0] == "1/2-1/2"
 
 
 def test_a_move_is_taken_back_with_its_answer_and_a_resignation_too(net: Any) -> None:
@@ -79,8 +78,7 @@ def test_a_move_is_taken_back_with_its_answer_and_a_resignation_too(net: Any) ->
     game.handle({"kind": "resign"}, lambda page: None)
     assert game.result == ("1-0", "resigned")
     game.take_back()
-    assert game.board.move_stack == [first]
-    assert (game.result[0], game.board.turn) == ("*", game.person)
+    assert (game.board.move_stack, game.result[0]) == ([first], "*")
     game.play("d7d5")
     game.take_back()  # before it was answered
     assert game.board.move_stack == [first]
@@ -126,7 +124,6 @@ def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:
     """PGN's standard, 8.1.1 and 7: a quote and a backslash stand behind a backslash."""
     text = session(net, name=r'my "best" \ net').pgn()
     assert r'[Black "my \"best\" \\ net"]' in text
-    assert chess.pgn.read_game(io.StringIO(session(net, name='"').pgn())).errors == []
 
 
 def test_a_network_of_another_task_is_refused() -> None:
@@ -185,7 +182,6 @@ def test_a_page_plays_and_is_answered(net: Any) -> None:
     assert page["line"].startswith("2. ")
     game.handle({"kind": "search"}, visitor)
     page = visitor.wait(lambda page: not page["thinking"] and page["arrows"]["search"] != [])
-    assert sum(share for _, share in page["arrows"]["search"]) == pytest.approx(1, abs=1e-3)
     assert page["turn"] == "black", "a search alone plays nothing"
 
 
@@ -212,7 +208,6 @@ def test_a_second_page_of_a_game_ends_the_thinking_of_the_first_unless_it_is_clo
     (thread,) = (one for one in threading.enumerate() if one.name == "board")
     game.handle({"kind": "closed"}, second)
     assert thread.is_alive()
-    assert first.pages[-1]["thinking"]
     game.handle({"kind": "resign"}, second)
     assert not thread.is_alive()
     assert not first.pages[-1]["thinking"], "and its page knows"

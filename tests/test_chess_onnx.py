@@ -47,15 +47,6 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
         "matrix0_53m",
         {**SMALL, "attention": {"every": 2, "heads": 2}, "policy": {"channels": 8, "rank": 16}},
     ),
-    "batch norm, bottleneck, dense": (
-        "quick",
-        {
-            **SMALL,
-            "block": "bottleneck",
-            "norm": {"blocks": "batch", "stem_heads": "batch"},
-            "policy": {"kind": "dense", "channels": 8},
-        },
-    ),
 }
 
 

@@ -133,11 +133,10 @@ def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> Non
     assert len(puzzles.read_puzzles(csv)) == 1
     epd.write_bytes(pack(b'\xef\xbb\xbf4k3/8/8/8/8/8/4P3/4K3 w - - bm e4; id "M\xfcller";\n'))
     assert len(puzzles.read_epd(epd)) == 1
-    for path, read in ((csv, puzzles.read_puzzles), (epd, puzzles.read_epd)):
-        if ending:
-            path.write_bytes(path.read_bytes()[:-3])
-            with pytest.raises(ValueError, match=f"{path.name}: damaged or cut short"):
-                read(path)
+    if ending:
+        csv.write_bytes(csv.read_bytes()[:-3])
+        with pytest.raises(ValueError, match=f"{csv.name}: damaged or cut short"):
+            puzzles.read_puzzles(csv)
 
 
 @pytest.mark.parametrize(

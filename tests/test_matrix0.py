@@ -15,7 +15,7 @@ from matrixlib.config import difference
 from matrixlib.runs.start import read_start
 from matrixlib.tasks import get_task
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.chess.evaluate.files import open_file
+from matrixlib.tasks.chess.evaluate.onnx import open_file
 from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 

@@ -20,7 +20,6 @@ from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.records import from_boards, legal_indices, move_from_index
 from matrixlib.tasks.chess.spec import load as load_chess
-from matrixlib.tasks.spec import find_run
 
 KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1"
 
@@ -49,14 +48,10 @@ def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> N
     board = chess.Board(KIWIPETE)
     white, black = net.evaluate([board.fen(), board.mirror().fen()])
 
-    def flip(uci: str) -> str:
-        move = chess.Move.from_uci(uci)
-        turned = chess.Move(chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion)
-        return turned.uci()
-
+    turned = str.maketrans("12345678", "87654321")
     assert white.wdl == pytest.approx(black.wdl)
     for move, share in white.moves.items():
-        assert black.moves[flip(move)] == pytest.approx(share, abs=1e-6)
+        assert black.moves[move.translate(turned)] == pytest.approx(share, abs=1e-6)
     for head, maps in white.ssl.items():
         np.testing.assert_allclose(maps, black.ssl[head][:, ::-1], atol=1e-5)
 
@@ -72,15 +67,13 @@ def test_a_thousand_positions_are_tensors_in_one_call(model: dict[str, Any]) -> 
     with torch.inference_mode():
         out = net.task.predict(net.model, batch)
         raw = net.model(net.planes(fens), frozenset({"policy", "value"}))
-    assert sizes == [1000, 1000]
-    assert (raw["policy"].shape, raw["value"].shape[0]) == ((1000, 4672), 1000)
+    assert (sizes, raw["policy"].shape) == ([1000, 1000], (1000, 4672))
     expected = net.predict({name: tensor.numpy() for name, tensor in batch.items()})
     for name in ("policy", "value"):
         torch.testing.assert_close(out[name], torch.from_numpy(expected[name]), atol=1e-5, rtol=1e-5)
     best = move_from_index(int(batch["policy_index"][0, out["policy"][0].argmax()]), chess.Board(fens[0]))
     assert net.evaluate(fens[0])[0].best == best.uci()
     np.testing.assert_allclose(net.values([chess.Board(fen) for fen in fens]), expected["value"], atol=1e-5)
-    assert net.values([]).shape == (0,)
 
 
 def test_maps_are_probabilities_and_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
@@ -196,22 +189,14 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
     config.write_text(text.replace("channels: 16", "channels: 24"))
     with pytest.raises(ValueError, match=r"mine/config\.yaml is not that of step_00000004: .* has shape"):
         matrixlib.load("mine", device="cpu")
-    config.write_text(text.replace("channels: 16", "channels: 1000000"))
-    with pytest.raises(ValueError, match="no memory for this network, make it smaller"):
-        matrixlib.load("mine", device="cpu")
     config.write_text(text)
     folder = reports / "mine" / "checkpoints" / "step_00000002"
-    assert find_run(folder) == (reports / "mine", "step_00000002")
     second = matrixlib.load(folder, device="cpu").evaluate(KIWIPETE)[0]
     assert second.moves == matrixlib.load("mine", checkpoint=folder.name, device="cpu").evaluate(KIWIPETE)[0].moves
     with pytest.raises(ValueError, match="step_00000099"):
         matrixlib.load("mine", checkpoint="step_00000099", device="cpu")
     with pytest.raises(ValueError, match="no run at 'other'"):
         matrixlib.load("other")
-    for file in (reports / "mine" / "checkpoints").glob("*/*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-16])
-    with pytest.raises(ValueError, match=r"model\.safetensors has"):
-        matrixlib.load("mine", device="cpu")
 
 
 def test_a_run_of_another_task_is_named(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from matrixlib.tasks.chess.evaluate.request import check_request
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"simulations": [16, 0]}, r"'simulations': .* greater than or equal to 1, got 0"),
+        ({"simulations": [16, 0]}, "'simulations' must be 1 or more, not 0"),
         ({"game": "nowhere.pgn"}, r"'game': there is no file 'nowhere\.pgn'"),
         ({"suites": ["nowhere.epd"]}, r"'suites': there is no file 'nowhere\.epd'"),
-        ({"pgn": "nowhere/games.pgn"}, "'pgn': 'nowhere/games.pgn' cannot be written: No such file"),
-        ({"onnx": "."}, r"'onnx': '\.' cannot be written: Is a directory"),
-        ({"onnx": "x" * 5000 + "/y"}, "'onnx': 'xxx.*cannot be written: File name too long"),
+        ({"pgn": "nowhere/games.pgn"}, "'pgn': 'nowhere/games.pgn' cannot be written"),
+        ({"onnx": "."}, r"'onnx': '\.' cannot be written"),
+        ({"onnx": "x" * 5000 + "/y"}, "'onnx': 'xxx.*cannot be written"),
         ({"pgn": "a.pgn", "onnx": "model", "int8": "model"}, "two of pgn, onnx and int8 name one file"),
         ({"int8": "small.onnx"}, "int8 is made of the file that `onnx` names"),
         ({"pgn": "games.pgn"}, "pgn: there are no games to write"),
@@ -35,5 +35,5 @@ def test_what_can_be_done_is_let_through(tmp_path: Path) -> None:
     game.write_text("1. e4 *\n")
     outputs = {"pgn": str(games), "onnx": str(tmp_path / "model.onnx"), "int8": ""}
     asked = {"sample": 0, "games": 4, "engine_elo": [1350], "engine_nodes": 500, "game": str(game), "device": "cpu"}
-    assert check_request({**asked, **outputs, "simulations": []}).engine_elo == (1350,)
+    check_request({**asked, **outputs, "simulations": [], "suites": []})
     assert not games.exists()

@@ -75,13 +75,6 @@ def test_each_mistake_is_named(head: str, name: str) -> None:
     assert name in one.reason
 
 
-def test_a_head_that_has_not_learned_pawns_yet_is_not_accused_of_turning_them_round() -> None:
-    """It knows what other pieces attack: on most squares where pawns matter it agrees with both readings by chance."""
-    both = EXACT["threat"] & MISTAKES["threat"][CELLS["BACKWARDS"]]
-    one = diagnosis("threat", probabilities(both, 0.9))  # attacked however pawns attack
-    assert one.word == "learning", one.reason
-
-
 def test_a_head_that_says_the_base_rate_is_dead() -> None:
     exact = EXACT["threat"]
     one = diagnosis("threat", maps(np.clip(exact.mean() + rng(1).normal(0, 0.01, exact.shape), 0.01, 0.99)))
@@ -107,6 +100,8 @@ def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None
         one = diagnosis("pin", maps(1 / (1 + np.exp(-(slope * odds + offset)))))
         assert one.word == "learning", (slope, offset, one.reason)
         assert one.figures["AP"] > 0.9
+    both = EXACT["threat"] & MISTAKES["threat"][CELLS["BACKWARDS"]]  # attacked however pawns attack
+    assert diagnosis("threat", probabilities(both, 0.9)).word == "learning", "it has not learned pawns yet"
 
 
 def test_what_says_too_little_is_undecided() -> None:
@@ -141,17 +136,6 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert row["AP"] == pytest.approx((1 + 2 / 3) / 2)
     said_wrong = (abs(0.8 - 1) + abs(0.7 - 0)) / 64 + abs((0.06 + 61 * 0.05) / 62 - 1 / 62) * 62 / 64
     assert row["ECE"] == pytest.approx(said_wrong, abs=1e-3)
-
-
-def test_calibrating_anew_finds_slope_and_offset_on_other_positions() -> None:
-    truth = (rng(4).random((ROWS, 8, 8)) < 0.2).astype(np.uint8)
-    right = np.log(0.2 / 0.8) + (truth - 0.2) * 3 + rng(5).normal(0, 1, truth.shape)
-    logits = (right, 0.3 * right - 2, -right)  # the last knows the contrary: no slope below 0 makes knowledge of it
-    outputs = [maps(1 / (1 + np.exp(-each))) for each in logits]
-    heads = [HeadOutput(np.log(p).astype(np.float32), truth, EVERYWHERE, CONTENT) for p in outputs]
-    best, bent, contrary = (CELLS["calibrated_nats"](head).mean() for head in heads)
-    assert bent == pytest.approx(best, rel=1e-3)
-    assert contrary == pytest.approx(CELLS["prior_nats"](heads[2], truth).mean(), rel=1e-3)
 
 
 def test_mistaken_targets_are_what_their_names_say() -> None:

@@ -110,21 +110,19 @@ def map_note(head: str) -> str:
 
 def square_colours(head: str, values: NDArray[Any]) -> list[str]:
     """Colours (`#rrggbb`) of the squares a1, b1, ... h8 of a map (8, 8)."""
-    names = CLASSES.get(head)
     shares = np.asarray(values, float).ravel()
-    shares = (shares + 0.5) / len(names) if names else shares  # a class lies in the middle of its colour
-    return [to_hex(colour) for colour in _colour_map(head)(shares)]
+    classes = len(CLASSES.get(head, ()))
+    return _colours(head, (shares + 0.5) / classes if classes else shares)  # a class lies in the middle of its colour
 
 
 def colour_key(head: str) -> list[tuple[str, str]]:
     """(words, colour) of what the colours of such a map mean."""
     names = CLASSES.get(head, ["0%", "50%", "100%"])
     words = ["empty" if name == "." else name for name in names]
-    places = np.linspace(0, 1, len(names))
-    return [(word, to_hex(_colour_map(head)(place))) for word, place in zip(words, places, strict=True)]
+    return list(zip(words, _colours(head, np.linspace(0, 1, len(names))), strict=True))
 
 
-def _colour_map(head: str) -> Any:
-    if names := CLASSES.get(head):
-        return colormaps[COLOURS[head]].resampled(len(names))
-    return colormaps[PROBABLE]
+def _colours(head: str, places: NDArray[Any]) -> list[str]:
+    names = CLASSES.get(head)
+    colours = colormaps[COLOURS[head]].resampled(len(names)) if names else colormaps[PROBABLE]
+    return [to_hex(colour) for colour in colours(places)]

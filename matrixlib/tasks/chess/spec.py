@@ -148,9 +148,9 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return Net(model, self.task(config), runtime, serving)
 
     def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
-        from matrixlib.tasks.chess.evaluate import files
+        from matrixlib.tasks.chess.evaluate.onnx import open_file
 
-        return files.open_file(path, device, compile)
+        return open_file(path, device, compile)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures

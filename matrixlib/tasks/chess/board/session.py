@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import chess
@@ -113,9 +114,8 @@ class Session:
             return outcome.result(), outcome.termination.name.lower().replace("_", " ")
         if board.is_repetition(3):
             return "1/2-1/2", "the position occurred three times"
-        if board.halfmove_clock >= 100:
-            return "1/2-1/2", "fifty moves without a capture or a pawn's move"
-        return "*", ""
+        fifty = "fifty moves without a capture or a pawn's move"
+        return ("1/2-1/2", fifty) if board.halfmove_clock >= 100 else ("*", "")
 
     @property
     def over(self) -> bool:
@@ -164,8 +164,6 @@ class Session:
                 break
         self.evaluations = {ply: one for ply, one in self.evaluations.items() if ply <= self.ply}
 
-    # What the network thinks
-
     @property
     def evaluation(self) -> Evaluation:
         """The network's at the board, with the search's where there was one."""
@@ -182,7 +180,6 @@ class Session:
         return chances
 
     def pgn(self) -> str:
-        """The game."""
         game = chess.pgn.Game.from_board(self.board.copy())
         name = self.name.replace("\\", "\\\\").replace('"', '\\"')  # as the standard of PGN says, section 7
         white, black = ("person", name) if self.person else (name, "person")
@@ -199,13 +196,8 @@ class Session:
         win, draw, loss = evaluation.wdl or ((1 + evaluation.value) / 2, 0.0, (1 - evaluation.value) / 2)
         return (win, draw, loss) if board.turn else (loss, draw, win)
 
-    # Pages
-
     def show(self, moves: Sequence[str] = ()) -> None:
-        """Show a board to play on; headless the network answers each of `moves` (UCI) of the person.
-
-        ValueError for a move that is not legal.
-        """
+        """Show a board to play on; headless the network answers each of `moves` (UCI), or ValueError names it."""
         if not progress.interactive():
             for move in ("", *moves):  # from a start position it may be the network's turn
                 if move:
@@ -219,10 +211,7 @@ class Session:
         from matrixlib.tasks.chess.board.widget import BoardWidget
 
         widget = BoardWidget(self.page(), lambda message: self.handle(message, told))
-
-        def told(page: Page) -> None:
-            widget.set_trait("page", page)
-
+        told = partial(widget.set_trait, "page")
         display(widget)
 
     def page(self, thinking: bool = False, problem: str = "") -> Page:
@@ -287,9 +276,8 @@ class Session:
         self._tell(self.page(search, problem), told)
         if search:
             self._stop = threading.Event()
-            self._thread = threading.Thread(
-                target=self._think_aloud, args=(self._stop, told), name="board", daemon=True
-            )
+            work = partial(self._think_aloud, self._stop, told)
+            self._thread = threading.Thread(target=work, name="board", daemon=True)
             self._thread.start()
 
     def stop(self) -> bool:

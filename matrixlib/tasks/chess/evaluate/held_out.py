@@ -18,12 +18,11 @@ MIN_MOVES = 3  # of a position whose log-probabilities are correlated: any two l
 
 
 def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
-    """Figures on held-out positions, each with its baselines.
+    """Figures on held-out positions (`sample`: so many, 0 = all), each with its baselines.
 
     top1, top3, top5: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
-    value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform
-    over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
-    class. sample: 0 = all positions.
+    value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform over
+    legal moves, best capture by piece value (no capture on offer = a wrong answer), majority class.
     """
     base: dict[str, float] = defaultdict(float)
 
@@ -121,10 +120,9 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
     """The figures of `held_out` with these (`sample`: on so many positions, 0 = all), by name.
 
     teacher_correlation: Pearson correlation of the two networks' log-probabilities over the legal moves of a position,
-    which takes their means away, the median over positions; pooled over positions it would come out higher for any
-    pair. label_correlation: the same with the labels, over the moves that have a share. teacher_kl: KL(teacher ||
-    network), nats. teacher_top1: the same best move. teacher_value_correlation: Pearson of expected scores.
-    ValueError as of `held_out`.
+    the median over positions; pooled it would come out higher for any pair. label_correlation: the same with the
+    labels, over the moves that have a share. teacher_kl: KL(teacher || network), nats. teacher_top1: the same best
+    move. teacher_value_correlation: Pearson of expected scores. ValueError as of `held_out`.
     """
     parts = []
     for tensors in loader.sequential(batch_size, sample=sample):

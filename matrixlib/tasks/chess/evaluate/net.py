@@ -1,7 +1,4 @@
-"""A trained network for use: load a run, evaluate positions.
-
-`Net.predict` is the one way to its opinion: for `evaluate`, searches, matches, self-play and UCI.
-"""
+"""A trained network for use; `Net.predict` is the one way to its opinion."""
 
 from __future__ import annotations
 
@@ -65,11 +62,9 @@ class Evaluation:
     @property
     def line(self) -> tuple[str, ...]:
         """The search's principal variation in SAN."""
-        walk, line = self.board.copy(), []
+        walk, line = self.board.copy(), list[str]()
         for index in self.search.line if self.search else ():
-            move = move_from_index(index, walk)
-            line.append(walk.san(move))
-            walk.push(move)
+            line.append(walk.san_and_push(move_from_index(index, walk)))
         return tuple(line)
 
     @property
@@ -150,11 +145,9 @@ class Net(Network):
         return np.concatenate([np.zeros(0, np.float32), *values])
 
     def batch(self, positions: str | Sequence[str]) -> Batch:
-        """Positions, as `evaluate` takes them, as one packed batch of tensors on the network's device.
-
-        `net.task.predict(net.model, batch)` answers all of them in one call, with tensors on the device: `policy`
-        (N, L), log-probabilities of the moves `batch["policy_index"]`; `value` (N,); `wdl` (N, 3).
-        """
+        """Positions, as `evaluate` takes them, as one packed batch of tensors on the network's device, for
+        `net.task.predict(net.model, batch)`: `policy` (N, L), log-probabilities of the moves `batch["policy_index"]`;
+        `value` (N,); `wdl` (N, 3), all on the device."""
         tensors = {name: torch.from_numpy(array) for name, array in self._pack(_boards(positions)).items()}
         return to_device(tensors, self.runtime.torch_device)
 

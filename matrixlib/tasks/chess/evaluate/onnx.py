@@ -1,23 +1,28 @@
-"""Chess networks as ONNX files: planes in, moves, value and maps out.
-
-Needs the extra `onnx`, see `engine.onnx`.
-"""
+"""Chess networks in files of other programs: ONNX (planes in, moves, value and maps out) with the extra `onnx`; Lc0's
+weights and checkpoints of Matrix0 are read."""
 
 import itertools
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import chess
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from matrixlib.engine import onnx
 from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.lc0.network import open_weights
+from matrixlib.tasks.chess.matrix0 import config_of, fitting, read_checkpoint
+from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
@@ -52,11 +57,8 @@ BOARDS = {
 
 
 class ChessOnnx(onnx.OnnxModule):
-    """A network with everything that follows from the planes (B, 19, 8, 8) float32.
-
-    Gives a tensor for each of `outputs`: `policy` (B, 4672) logits, illegal moves not masked; `wdl` (B, 3)
-    probabilities of win, draw and loss, or `value` (B,) in -1..1; `ssl_<head>` (B, c, 8, 8) probabilities.
-    """
+    """A network from its planes (B, 19, 8, 8) float32 to: `policy` (B, 4672) logits, illegal moves not masked; `wdl`
+    (B, 3) probabilities of win, draw and loss, or `value` (B,) in -1..1; `ssl_<head>` (B, c, 8, 8) probabilities."""
 
     inputs = ("planes",)
 
@@ -105,10 +107,8 @@ class _OnnxModel(nn.Module):
 
 def moves(encoding: str) -> list[str]:
     """The move of each policy index in UCI, on the side to move's board (`oriented`) or on White's; "" where there is
-    none. A pawn that reaches the last rank by a move without a letter becomes a queen.
-    """
-    square = [f"{file}{rank}" for rank in range(1, 9) for file in "abcdefgh"]
-    names = [""] * bitboard.POLICY_SIZE
+    none. A pawn that reaches the last rank by a move without a letter becomes a queen."""
+    square, names = chess.SQUARE_NAMES, [""] * bitboard.POLICY_SIZE
     black = move_map(encoding)[1].tolist()
     for index, code in enumerate(bitboard.POLICY_MOVE.tolist()):
         if code == bitboard.NO_MOVE:
@@ -121,15 +121,12 @@ def moves(encoding: str) -> list[str]:
 
 
 def export(net: Net, path: Path | str) -> onnx.OnnxFile:
-    """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `ChessOnnx`.
-
-    Its metadata say what planes and moves mean. Compared on held-out positions of the sample set, in batches of 1, 3
-    and 32; errors as of `engine.onnx.export`. ValueError for networks of Lc0, whose planes are others, and ONNX files.
+    """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `ChessOnnx`; its metadata say what planes
+    and moves mean. Compared on held-out positions of the sample set; errors as of `engine.onnx.export`. ValueError for
+    networks of Lc0, whose planes are others, and ONNX files.
     """
-    if net.task.history:
-        raise ValueError("a network of Lc0 is not written as ONNX: other programs read its own file")
-    if isinstance(net.model, _OnnxModel):
-        raise ValueError("a network in an ONNX file is not written as ONNX: other programs read its own file")
+    if net.task.history or isinstance(net.model, _OnnxModel):
+        raise ValueError("a network of Lc0 or of an ONNX file is not written as ONNX: other programs read its own file")
     batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
     inputs = planes(batch, net.task.config.model.encoding).numpy()
     batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
@@ -137,15 +134,12 @@ def export(net: Net, path: Path | str) -> onnx.OnnxFile:
 
 
 def load(net: Net, path: Path | str) -> Net:
-    """A network like `net` whose outputs an ONNX file computes: for figures, searches and players.
-
-    It has no self-supervised heads.
-    """
+    """A network like `net` whose outputs an ONNX file computes, without self-supervised heads."""
     runtime = replace(net.runtime, device="cpu", dtype="fp32", channels_last=False)
     return Net(_OnnxModel(path, runtime.threads), net.task, runtime)
 
 
-def open_network(path: Path, device: str | runtimes.Runtime = "cpu") -> Net:
+def _open_onnx(path: Path, device: str | Runtime) -> Net:
     """The network in a file that `export` wrote, on the CPU, without self-supervised heads. ValueError for others."""
     runtime = runtime_for_use(ChessConfig(task="chess"), device, "fp32")
     try:
@@ -163,17 +157,55 @@ def open_network(path: Path, device: str | runtimes.Runtime = "cpu") -> Net:
     return Net(model, ChessTask(config), replace(runtime, channels_last=False))
 
 
-def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
-    """The same network evaluated in every way there is, by name, which ends with the dtype.
+def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
+    """The network in a file, by the end of its name; None for other names. ValueError names a file that is damaged.
 
-    On the CPU also as ONNX files in `folder`, where the packages of the extra `onnx` are installed.
+    Those of Lc0 are in fp32: their half-move clock is a plane of up to 100, and the rounding of bf16 shows.
     """
-    plain = replace(net.runtime, dtype="fp32")
-    by_dtype = {"fp32": plain, "bf16": replace(plain, dtype="bf16")}
-    nets = {f"torch {dtype}": Net(net.model, net.task, runtime) for dtype, runtime in by_dtype.items()}
-    if compiled:
-        serving = runtimes.serving(net.runtime.device, True)
-        nets |= {f"compiled {d}": Net(net.model, net.task, runtime, serving) for d, runtime in by_dtype.items()}
+    name, precision = path.name.lower(), "auto"
+    if name.endswith(".onnx"):
+        return _open_onnx(path, "cpu" if isinstance(device, str) else device)
+    task: ChessTask
+    model: nn.Module
+    if name.endswith((".pb.gz", ".pb")):
+        (task, model), precision = open_weights(path), "fp32"
+    elif name.endswith((".pt", ".pth")):
+        task, model = _open_matrix0(path)
+    else:
+        return None
+    runtime = runtime_for_use(task.config, device, precision)
+    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
+
+
+def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
+    """What a file of Matrix0 does not say of its network is warned of. ValueError names a file that cannot be."""
+    data = read_checkpoint(path)
+    try:
+        model_config, message = config_of(data)
+        task = ChessTask(ChessConfig(task="chess", model=model_config))
+        with torch.device("meta"):  # before a network of the sizes that a file claims takes memory
+            empty = PolicyValueNet(model_config)
+        weights = fitting(data, empty.state_dict())
+        empty.load_state_dict(weights, assign=True)
+        model = task.build_model()
+        model.load_state_dict(weights)
+    except (ValueError, IndexError, TypeError, RuntimeError) as error:  # a stranger's options and shapes are anything
+        reason = " ".join(str(error).split())
+        if isinstance(error, ValidationError):
+            reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {reason}") from None
+    if message:
+        warnings.warn(f"{path.name}: {message}", stacklevel=3)
+    return task, model
+
+
+def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
+    """The same network evaluated in every way there is, by name, which ends with the dtype; on the CPU, with the extra
+    `onnx`, also as ONNX files in `folder`."""
+    nets = {}
+    for way, serving in {"torch": None, "compiled": runtimes.serving(net.runtime.device, compiled)}.items():
+        for dtype in ("fp32", "bf16") if serving is None or compiled else ():
+            nets[f"{way} {dtype}"] = Net(net.model, net.task, replace(net.runtime, dtype=dtype), serving)
     if net.runtime.device == "cpu" and onnx.installed():
         export(net, folder / "model.onnx")
         onnx.quantise(folder / "model.onnx", folder / "model.int8.onnx")

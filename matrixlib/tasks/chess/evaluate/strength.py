@@ -34,9 +34,6 @@ PLAYERS = ("network", "Stockfish")  # names that a number follows
 HASH_MB = 16  # of an engine, which is its own default
 
 
-# Players
-
-
 def network_player(net: Net, simulations: int) -> Player:
     """Plays the best move of a search with the network, without noise; 0 simulations: the most probable move."""
     return search_player(ChessGame(), Evaluator(net), simulations, SEARCH)
@@ -60,8 +57,7 @@ def capture_player(seed: int) -> Player:
 def engine_player(engine: Stockfish, nodes: int) -> Player:
     """Plays the moves of a UCI engine that searches so many nodes for each, as clocks say little on a shared machine.
 
-    The engine is told the game so far, so that it sees repetitions, and forgets what it knew: whatever other games are
-    played beside this one, its answer is of this one alone.
+    It is told the game so far, so that it sees repetitions, and forgets all others.
     """
 
     def play(turn: Turn) -> Choice:
@@ -71,16 +67,13 @@ def engine_player(engine: Stockfish, nodes: int) -> Player:
             start = board.fen()
             for index in moves:
                 board.push(move_from_index(index, board))
-            line = f" moves {' '.join(move.uci() for move in board.move_stack)}" if board.move_stack else ""
+            position = f"fen {start} moves {' '.join(move.uci() for move in board.move_stack)}"
             engine.new_game()
-            move = legal_move(board, engine.best_move(f"fen {start}{line}", f"nodes {nodes}"))
+            move = legal_move(board, engine.best_move(position, f"nodes {nodes}"))
             answers.append(policy_index(move, board.turn))
         return Choice(np.array(answers, np.int32))
 
     return play
-
-
-# Matches
 
 
 def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]:
@@ -109,10 +102,9 @@ def gauntlet(
 ) -> Iterator[tuple[Names, Match]]:
     """Matches of `games` games (two from each opening) one after the other, with the names of their players.
 
-    The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo
-    with `engine_nodes` nodes a move; then itself with the next smaller number, and each of `opponents`, which has as
-    many simulations. tournament: then all others meet each other, too. Raises EngineError without Stockfish, and for an
-    Elo that it does not offer.
+    The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo;
+    then itself with the next smaller number, and each of `opponents`, which has as many simulations. tournament: then
+    all others meet each other, too. EngineError without Stockfish, and for an Elo that it does not offer.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
@@ -125,15 +117,12 @@ def gauntlet(
             others[f"Stockfish {elo}"] = engine_player(engine, engine_nodes)
         meetings = [(one, other) for one in networks for other in others]
         meetings += [(more, fewer) for fewer, more in pairwise(networks)]
-        rivals: dict[str, Player] = {}
-        for count in sorted(set(simulations)):
-            for name, opponent in (opponents or {}).items():
-                rivals[f"{name} {count}"] = network_player(opponent, count)
-                meetings.append((f"network {count}", f"{name} {count}"))
+        pairs = [(count, name) for count in sorted(set(simulations)) for name in opponents or {}]
+        rivals = {f"{name} {count}": network_player((opponents or {})[name], count) for count, name in pairs}
+        meetings += [(f"network {count}", f"{name} {count}") for count, name in pairs]
         players = networks | others | rivals
         if tournament:
-            met = {frozenset(names) for names in meetings}
-            meetings += [names for names in combinations(players, 2) if frozenset(names) not in met]
+            meetings += [names for names in combinations(players, 2) if not {names, names[::-1]} & set(meetings)]
         for names in meetings:
             yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
 
@@ -142,8 +131,7 @@ def duel(
     first: Sequence[Net], second: Sequence[Net], games: int, simulations: tuple[int, int] = (0, 0), plies: int = 300
 ) -> Rating:
     """Elo of some networks against as many others, one match of `games` games for each pair of them, each from openings
-    of its own that are played twice. simulations: of a move, by the first and by the others.
-    """
+    of its own that are played twice. simulations: of a move, by the first and by the others."""
     game, pairs = ChessGame(), np.zeros(5, np.int64)
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         openings = random_openings(game, (games + 1) // 2, number, OPENING_PLIES)

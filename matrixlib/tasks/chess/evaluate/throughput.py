@@ -23,9 +23,7 @@ SIZES = (1, 32, 256, 1024)
 def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: float = 2.0) -> pd.DataFrame:
     """A row for each engine and number of `rows` evaluated at once: median `rate` in positions a second, and `limit`,
     what the matrix product alone would allow in the dtype with which the engine's name ends; nan for other names.
-
-    seconds: of each row. All engines take turns, so that a change in the machine's speed meets them alike.
-    """
+    seconds: of each row. All engines take turns, so that a change in the machine's speed meets them alike."""
     first = next(iter(nets.values()))
     runtime = first.runtime
     batch = positions(first, max(sizes))

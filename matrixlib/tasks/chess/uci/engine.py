@@ -1,8 +1,7 @@
 """A network as a UCI engine on standard input and output: `matrixlib-uci`, or `matrixlib-uci --checkpoint <run>`.
 
-`uciok` comes before torch is loaded; that happens at `isready` or `go`. One thread reads lines, the main thread obeys
-them; a search looks at them between two batches, so `stop` and `isready` are answered within one. Mates are shown
-where they are proven; `wdl` has the search's expected result and the network's share of draws in the position.
+`uciok` comes before torch is loaded. One thread reads lines, the main thread obeys them; a search looks at them between
+two batches. `wdl` has the search's expected result and the network's share of draws in the position.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ends(line: str | None) -> bool:
-    """Whether a search is over when this comes."""
     return line is None or line.split() in (["stop"], ["quit"])
 
 
@@ -147,7 +145,7 @@ class Engine:
                 go = protocol.parse_go(rest)
                 return partial(self._go, go, [protocol.legal_move(self.board, move) for move in go.searchmoves])
             case ["position", *rest]:
-                self.board = protocol.parse_position(rest)
+                self.board = protocol.read_position(" ".join(rest))
             case ["setoption", *rest]:
                 option, value = protocol.parse_option(" ".join(rest))
                 if option == "SyzygyPath":
@@ -250,8 +248,7 @@ class Engine:
     def _report(self, thinker: Thinker, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
         """A line for each variation to show."""
         for rank, row in enumerate(ranking(result)[: self._number("MultiPV")], start=1):
-            value = float(result.values[row])
-            value = result.value if math.isnan(value) else value
+            value = float(result.value if np.isnan(result.values[row]) else result.values[row])
             score = protocol.score_text(value, int(result.plies[row]))
             wdl = "" if draws is None else f"{protocol.wdl_text(value, draws)} "
             moves = thinker.line(self.board, int(result.moves[row]))

@@ -40,17 +40,6 @@ class Option:
             f"option name {self.name} type {kind} default {'<empty>' if self.default == '' else self.default}{limits}"
         )
 
-    def read(self, text: str) -> Value:
-        """The value of a text; ValueError where it is not allowed."""
-        if self.limits:
-            low, high = self.limits
-            if not re.fullmatch(r"-?\d{1,18}", text) or not low <= int(text) <= high:
-                raise ValueError(f"{self.name} must be a number from {low} to {high}, not '{text}'")
-            return int(text)
-        if self.default == "false" and text not in ("true", "false"):
-            raise ValueError(f"{self.name} must be true or false, not '{text}'")
-        return "" if text == "<empty>" else text
-
 
 OPTIONS = (
     Option("Simulations", 0, (0, 10**9)),  # most of a move; 0: as the clock allows
@@ -90,10 +79,18 @@ class Go:
 def parse_option(text: str) -> tuple[str, Value]:
     """Name and value after `setoption`. ValueError where there is no such option, or such a value."""
     match = re.fullmatch(r"name\s+(.+?)(?:\s+value(?:\s+(.*))?)?", text)
-    for option in OPTIONS:
-        if match and match[1].lower() == option.name.lower():
-            return option.name, option.read(match[2] or "")
-    raise ValueError(f"there is no option in 'setoption {text}'")
+    named = [option for option in OPTIONS if match and match[1].lower() == option.name.lower()]
+    if not match or not named:
+        raise ValueError(f"there is no option in 'setoption {text}'")
+    option, value = named[0], match[2] or ""
+    if option.limits:
+        low, high = option.limits
+        if not re.fullmatch(r"-?\d{1,18}", value) or not low <= int(value) <= high:
+            raise ValueError(f"{option.name} must be a number from {low} to {high}, not '{value}'")
+        return option.name, int(value)
+    if option.default == "false" and value not in ("true", "false"):
+        raise ValueError(f"{option.name} must be true or false, not '{value}'")
+    return option.name, "" if value == "<empty>" else value
 
 
 def parse_go(words: Sequence[str]) -> Go:
@@ -114,28 +111,16 @@ def parse_go(words: Sequence[str]) -> Go:
     return Go(**numbers, infinite="infinite" in words, searchmoves=tuple(moves))
 
 
-def parse_position(words: Sequence[str]) -> chess.Board:
-    """The board after `position`, with its moves. ValueError where it, or a move, is not legal."""
-    start, moves = (
-        (words[: words.index("moves")], words[words.index("moves") + 1 :]) if "moves" in words else (words, ())
-    )
-    if list(start) == ["startpos"]:
-        board = chess.Board()
-    elif start[:1] == ["fen"]:
-        board = parse_fen(" ".join(start[1:]))
-    else:
-        raise ValueError("expected 'position startpos' or 'position fen <FEN>', then maybe 'moves ...'")
-    from_boards([board])  # the last word on what can be played
-    for text in moves:
-        board.push(legal_move(board, text))
-    return board
-
-
 def read_position(text: str) -> chess.Board:
-    """The board of a FEN, of `startpos` or `fen <FEN>`, each perhaps with `moves ...` after it; errors as of
-    `parse_position`."""
-    words = text.split()
-    return parse_position(words if words[:1] in (["startpos"], ["fen"]) else ["fen", *words])
+    """The board of a FEN, of `startpos` or `fen <FEN>`, each perhaps with `moves ...` after it. ValueError where it, or
+    a move, is not legal."""
+    start, _, moves = text.partition("moves")
+    start = start.strip()
+    board = chess.Board() if start == "startpos" else parse_fen(start.removeprefix("fen").strip())
+    from_boards([board])  # the last word on what can be played
+    for move in moves.split():
+        board.push(legal_move(board, move))
+    return board
 
 
 def legal_move(board: chess.Board, text: str) -> chess.Move:
@@ -152,8 +137,7 @@ def legal_move(board: chess.Board, text: str) -> chess.Move:
 def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     """Seconds to think; None where time does not limit the search. overhead: ms of each move that are lost outside.
 
-    By the clock: an equal share for each move that it has to last for (MOVES_LEFT by itself), and three quarters of
-    the increment, but never more than MOST_SHARE of what is left.
+    By the clock: an equal share for each move to come, and three quarters of the increment, at most MOST_SHARE of it.
     """
     left = go.clock(turn) if go.movetime is None else go.movetime
     if go.infinite or left is None:

@@ -36,8 +36,8 @@ class Thinker:
     def place(self, board: chess.Board, only: Sequence[chess.Move] = ()) -> bool:
         """Put the tree at a board, keeping what is known where it can be; False where the position is dead.
 
-        only: the moves to consider, all unless given. Where a draw could be claimed the game may go on: it is then
-        searched as if the position had occurred once before, and its clock had just begun where it has run out.
+        only: the moves to consider, all unless given. Where a draw could be claimed the game may go on: a third
+        occurrence is searched as a second, and a clock that has run out as one that has just begun.
         """
         search, moves, seen = self.search, board.move_stack, before(board, self.net.task.history)
         start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
@@ -61,12 +61,9 @@ class Thinker:
     def think(
         self, most: float, deadline: float, stop: Callable[[], bool], capacity: float = np.inf
     ) -> Iterator[tuple[SearchResult, int]]:
-        """Search the position at which the tree was placed: what is known at least every second and each time the
-        simulations have doubled, and how many there were.
-
-        most: simulations, perhaps infinite. deadline: of time.monotonic(). stop: called between batches. capacity:
-        bytes of memory; a tree that takes more forgets what was visited least.
-        """
+        """Search the placed position: what is known at least every second and each time the simulations have doubled,
+        and how many there were. most: simulations, perhaps infinite. deadline: of time.monotonic(). stop: called
+        between batches. capacity: bytes of memory; a tree that takes more forgets what was visited least."""
         search = self.search
         done, pause, over = 0, deadline, False
 
