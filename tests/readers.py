@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def check_batch(batch: shards.Batch, source: str) -> None:
         assert int(batch["policy_weight"][offset[row] : offset[row + 1]].astype(int).sum()) in (0, 65535)
         assert int(record["wdl"].astype(int).sum()) in (0, 65535)
         assert record["ply"] % 2 == record["side"]
+
+
+def accounted(whole: Whole, entries: Sequence[str], refused: Mapping[str, str], left_out: Mapping[str, str]) -> None:
+    """Every entry is stored, refused for its reason with its text, or left out and counted."""
+    assert whole.parts > 1
+    assert whole.entries == len(entries)
+    wrong = [(number, refused[entry], entry) for number, entry in enumerate(entries) if entry in refused]
+    assert [(item.entry, item.reason, item.text) for item in whole.refused] == wrong
+    assert whole.skipped == Counter(left_out[entry] for entry in entries if entry in left_out)
+    assert whole.stored == len(entries) - len(wrong) - whole.skipped.total()
 
 
 def same(one: shards.Batch, other: shards.Batch) -> bool:

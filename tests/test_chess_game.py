@@ -1,6 +1,7 @@
 """Chess as a Game against python-chess, and the search on chess: endings, repetition, fifty moves, tables, mates."""
 
 import io
+from itertools import product
 from pathlib import Path
 
 import chess
@@ -47,20 +48,15 @@ def test_endings_of_games() -> None:
 
 
 def test_dead_positions() -> None:
-    men = ("", "N", "B", "NN", "BB", "NB", "P", "R", "Q")
+    men, rng = ("", "N", "B", "NN", "BB", "NB", "P", "R", "Q"), np.random.default_rng(0)
     boards = []
-    rng = np.random.default_rng(0)
-    for ours in men:
-        for theirs in men:
-            for _ in range(8):
-                board = chess.Board(None)
-                squares = rng.choice(np.arange(8, 56), len(ours + theirs), replace=False)
-                for square, symbol in zip(squares, ours + theirs.lower(), strict=True):
-                    board.set_piece_at(int(square), chess.Piece.from_symbol(symbol))
-                board.set_piece_at(chess.A1, chess.Piece.from_symbol("K"))
-                board.set_piece_at(chess.H8, chess.Piece.from_symbol("k"))
-                if board.is_valid():
-                    boards.append(board)
+    for ours, theirs, _ in product(men, men, range(8)):
+        squares = rng.choice(np.arange(8, 56), len(ours + theirs), replace=False)
+        pieces = dict(zip(squares.tolist(), ours + theirs.lower(), strict=True)) | {chess.A1: "K", chess.H8: "k"}
+        board = chess.Board(None)
+        board.set_piece_map({square: chess.Piece.from_symbol(symbol) for square, symbol in pieces.items()})
+        if board.is_valid():
+            boards.append(board)
     deaths = dead(from_boards(boards)["pieces"])
     assert deaths.tolist() == [board.is_insufficient_material() for board in boards]
     assert 0 < deaths.sum() < len(boards)

@@ -223,37 +223,29 @@ def test_killed_anywhere_it_ends_in_the_same_bytes(tmp_path: Path, forkserver: A
         assert (folder / "done").read_text().startswith("300 entries")
 
 
-@pytest.mark.parametrize(
-    "damage", ["DELETE FROM imports WHERE step = 1", "UPDATE imports SET data = '{}' WHERE step = 1"]
-)
-def test_a_step_without_its_log_is_done_again(tmp_path: Path, small: None, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["no log", "empty log", "no shard", "shard cut", "bit flipped"])
+def test_what_is_lost_is_made_again(tmp_path: Path, small: None, damage: str) -> None:
     (tmp_path / "a.pgn").write_text(line_games(300))
     run(tmp_path / "a.pgn", tmp_path / "f")
     before, told = shards(tmp_path / "f"), import_logs(tmp_path / "f")
     assert len(told) > 2
-    with sqlite3.connect(tmp_path / "f" / NAME) as db:
-        db.execute(damage)
-    db.close()
-    report = run(tmp_path / "a.pgn", tmp_path / "f")
-    assert report.entries == 300
-    assert report.fresh_entries == 300 - told[0].entries
-    assert shards(tmp_path / "f") == before
-    assert import_logs(tmp_path / "f") == told
-
-
-@pytest.mark.parametrize("how", ["deleted", "cut", "flipped"])
-def test_a_lost_shard_is_made_again(tmp_path: Path, small: None, how: str) -> None:
-    (tmp_path / "a.pgn").write_text(line_games(200))
-    run(tmp_path / "a.pgn", tmp_path / "f")
-    before = shards(tmp_path / "f")
-    lost = sorted((tmp_path / "f").glob("*.npz"))[2]
+    lost = tmp_path / "f" / list(before)[2]
     whole = lost.read_bytes()
-    if how == "deleted":
+    if damage.endswith("log"):
+        change = "DELETE FROM imports" if damage == "no log" else "UPDATE imports SET data = '{}'"
+        with sqlite3.connect(tmp_path / "f" / NAME) as db:
+            db.execute(f"{change} WHERE step = 1")
+        db.close()
+    elif damage == "no shard":
         lost.unlink()
     else:
-        lost.write_bytes(whole[:1000] if how == "cut" else bytes([*whole[:200], whole[200] ^ 1, *whole[201:]]))
-    run(tmp_path / "a.pgn", tmp_path / "f")
+        flipped = bytes([*whole[:200], whole[200] ^ 1, *whole[201:]])
+        lost.write_bytes(whole[:1000] if damage == "shard cut" else flipped)
+    report = run(tmp_path / "a.pgn", tmp_path / "f")
+    assert report.entries == 300
+    assert not damage.endswith("log") or report.fresh_entries == 300 - told[0].entries
     assert shards(tmp_path / "f") == before
+    assert import_logs(tmp_path / "f") == told
     assert all(row.state == "healthy" for row in Catalogue(tmp_path / "f").shards(state=None))
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import chess
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from readers import Whole, read_file, same
+from readers import Whole, accounted, read_file, same
 
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import lichess
@@ -84,19 +82,12 @@ def test_columns_in_any_order_with_a_mark_and_windows_line_ends(tmp_path):
     check(read_file(Puzzles(), tmp_path / "other.csv"), facts(list(PUZZLES)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([*PUZZLES, *BAD_PUZZLES, VARIANT_PUZZLE, "", "  "]), max_size=12))
-def test_every_puzzle_is_accounted_for(tmp_path_factory, lines):
-    path = write(tmp_path_factory.mktemp("mixed"), *lines)
-    entries = [line for line in lines if line.strip()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lichess, "PART", 300)
-        whole = read_file(Puzzles(), path)
-    check(whole, facts([line for line in entries if line in PUZZLES]))
-    assert (whole.entries, whole.skipped.total()) == (len(entries), entries.count(VARIANT_PUZZLE))
-    wrong = {number: line for number, line in enumerate(entries) if line in BAD_PUZZLES}
-    assert {item.entry: item.reason for item in whole.refused} == {n: BAD_PUZZLES[line] for n, line in wrong.items()}
-    assert [item.text for item in whole.refused] == list(wrong.values())
+def test_every_puzzle_is_accounted_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(lichess, "PART", 300)
+    lines = [PUZZLES[0], *BAD_PUZZLES, "", VARIANT_PUZZLE, *PUZZLES, "  ", *reversed(BAD_PUZZLES), PUZZLES[1]]
+    whole = read_file(Puzzles(), write(tmp_path, *lines))
+    check(whole, facts([line for line in lines if line in PUZZLES]))
+    accounted(whole, [line for line in lines if line.strip()], BAD_PUZZLES, {VARIANT_PUZZLE: "Chess960 castling"})
 
 
 def test_real_puzzles_in_parts_of_any_size(shared: Path, monkeypatch):
@@ -188,18 +179,11 @@ def test_castling_is_written_as_king_takes_rook(tmp_path, side, short, long):
     assert evaluated(tmp_path, json.dumps(line)).policy(0).keys() == {f"e{rank}g{rank}", f"e{rank}c{rank}"}
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([BLACK, MATE, VARIANT, "", *BAD]), max_size=12))
-def test_every_line_is_accounted_for(tmp_path_factory, lines):
-    entries = [BLACK, *(line for line in lines if line)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lichess, "PART", 400)
-        whole = evaluated(tmp_path_factory.mktemp("mixed"), BLACK, *lines)
-    assert (whole.entries, whole.skipped.total()) == (len(entries), entries.count(VARIANT))
-    assert whole.stored == sum(line in (BLACK, MATE) for line in entries)
-    wrong = {number: line for number, line in enumerate(entries) if line in BAD}
-    assert {item.entry: item.reason for item in whole.refused} == {n: BAD[line] for n, line in wrong.items()}
-    assert [item.text for item in whole.refused] == list(wrong.values())
+def test_every_line_is_accounted_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(lichess, "PART", 400)
+    lines = [BLACK, *BAD, "", VARIANT, MATE, BLACK, *reversed(BAD), MATE]
+    whole = evaluated(tmp_path, *lines)
+    accounted(whole, [line for line in lines if line], BAD, {VARIANT: "Chess960 castling"})
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "", f"{chess.STARTING_FEN}\n", "FEN,eval\n"])

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import random
+from itertools import islice
 from pathlib import Path
 
 import chess
@@ -17,7 +18,7 @@ from matrixlib.data.shards import check
 from matrixlib.tasks.chess.importers import notation, pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
-from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")
@@ -207,22 +208,14 @@ def test_evaluations_become_win_draw_loss_of_the_position_after_the_move() -> No
 # Traps of the format
 
 
-def moves_of(text: str | bytes) -> list[str]:
+def moves_of(text: str) -> list[str]:
     """The games' moves as UCI, one string a game."""
     result = read(text)
     assert not result.refused, result.refused
-    out, row = [], 0
-    indices = played(result) if result.stored else []
     assert result.rows is not None
-    for length in result.rows:
-        board, line = chess.Board(), []
-        for index in indices[row : row + length]:
-            move = next(m for m in board.legal_moves if policy_index(m, board.turn) == index)
-            line.append(move.uci())
-            board.push(move)
-        out.append(" ".join(line))
-        row += length
-    return out
+    rows = zip(result.batch["records"], played(result), strict=True)
+    moves = (move_from_index(index, to_board(record)).uci() for record, index in rows)
+    return [" ".join(islice(moves, length)) for length in result.rows]
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,7 @@ def test_known_forks(fen: str, expected: set[str]) -> None:
 
 
 def test_sixteen_attackers_of_one_square_are_counted() -> None:
-    board = chess.Board(None)
-    for square in chess.SquareSet(chess.BB_KNIGHT_ATTACKS[chess.D4]):
-        board.set_piece_at(square, chess.Piece(chess.KNIGHT, chess.WHITE))
-    for square in chess.SquareSet(chess.BB_KING_ATTACKS[chess.D4]):
-        board.set_piece_at(square, chess.Piece(chess.QUEEN, chess.WHITE))
-    board.set_piece_at(chess.C3, chess.Piece(chess.KING, chess.WHITE))
-    board.set_piece_at(chess.H8, chess.Piece(chess.KING, chess.BLACK))
-    board.remove_piece_at(chess.E5)
-    board.set_piece_at(chess.E5, chess.Piece(chess.BISHOP, chess.WHITE))
-    board.turn = chess.BLACK
+    board = chess.Board("7k/8/2N1N3/1NQQBN2/2Q1Q3/1NKQQN2/2N1N3/8 b - - 0 1")
     assert board.attackers_mask(chess.WHITE, chess.D4).bit_count() == 16
     compare([board])
 

@@ -71,28 +71,17 @@ def test_the_last_whole_block_counts():
         ("sys.exit(3)", "does not speak UCI.*exit status 3", 20),
         ("for line in sys.stdin: print('what?', flush=True)", "does not speak UCI.*no answer within", 0.5),
         ("print('id name Old\\nuciok', flush=True); sys.stdin.read()", "Old has no option UCI_ShowWDL", 20),
+        (GREETING.format(go="sys.exit(7)"), "no `bestmove` from Fake 1: exit status 7", 20),
+        (GREETING.format(go="time.sleep(60)"), "no answer within 3 s", 3),
+        (GREETING.format(go="print('bestmove (none)', flush=True)"), "gives no move in `fen x`", 20),
     ],
-    ids=["dies", "no UCI", "no WDL"],
+    ids=["dies", "no UCI", "no WDL", "dies at a search", "hangs", "no move"],
 )
-def test_no_engine_of_ours(tmp_path, body, message, timeout):
-    with pytest.raises(EngineError, match=message):
-        Stockfish(fake_engine(tmp_path, body), timeout=timeout)
-
-
-@pytest.mark.parametrize(
-    "go, message",
-    [
-        ("sys.exit(7)", "no `bestmove` from Fake 1: exit status 7"),
-        ("time.sleep(60)", "no answer within 3 s"),
-        ("print('bestmove (none)', flush=True)", "gives no move in `fen x`"),
-    ],
-    ids=["dies", "hangs", "no move"],
-)
-def test_failing_searches(tmp_path, go, message):
+def test_engines_that_fail_are_named(tmp_path, body, message, timeout):
     start = time.monotonic()
     with (
-        Stockfish(fake_engine(tmp_path, GREETING.format(go=go)), timeout=3) as engine,
         pytest.raises(EngineError, match=message),
+        Stockfish(fake_engine(tmp_path, body), timeout=timeout) as engine,
     ):
         engine.search("fen x", "depth 1")
     assert time.monotonic() - start < 30

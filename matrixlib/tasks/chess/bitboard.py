@@ -1,14 +1,9 @@
 """Numba-compiled bitboard core: legal moves, make-move, attacks and SSL target maps for whole batches.
 
-Positions are the columns pieces, castling, en_passant and halfmove of `records.RECORD`, seen from the side to move
-("us"): we always move up the board. Inside the kernels pieces are 12 uint64 bitboards in the order of the classes.
-
-A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none, 1 N, 2 B, 3 R, 4 Q; castling is the
-king's two-square move. The policy index is from * 73 + plane (`POLICY_INDEX`).
-
-Public functions take and return NumPy arrays with a leading batch axis N; they trust that every position has
-one king a side, which `records` checks. Kernels release the GIL. They and all they call stay in this file
-because numba's cache does not see changes made elsewhere. Chess960 castling is not supported.
+Positions are columns of `records.RECORD`, seen from the side to move ("us"), who moves up the board; inside the kernels
+12 uint64 bitboards in the order of the classes. A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none,
+1 N, 2 B, 3 R, 4 Q; castling is the king's two-square move. Every position must have one king a side, which `records`
+checks. Kernels and all they call stay in this file because numba's cache does not see changes made elsewhere.
 """
 
 from collections.abc import Callable
@@ -62,11 +57,7 @@ def _walk(square: int, dfile: int, drank: int) -> list[int]:
 
 
 def _policy_tables() -> tuple[NDArray[np.int16], U16]:
-    """POLICY_INDEX (65536,) of a move (-1: nothing moves so), and POLICY_MOVE (4672,), the inverse.
-
-    A queen's promotion has the index of the plain move, so POLICY_MOVE has promotions to the other pieces alone, and
-    NO_MOVE for an index that leads off the board or under-promotes from elsewhere than the seventh rank.
-    """
+    """POLICY_INDEX (65536,) of a move (-1: nothing moves so), and its inverse POLICY_MOVE (4672,), without queens."""
     index, move = np.full(1 << 16, -1, np.int16), np.full(POLICY_SIZE, NO_MOVE, np.uint16)
     for s in range(64):
         for d, (df, dr) in enumerate(RAYS):
@@ -173,15 +164,16 @@ def _arguments(pieces: ArrayLike, *columns: tuple[ArrayLike, Any]) -> list[Any]:
     return dense
 
 
-def _batched(*dtypes: Any) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """A kernel as a public function of pieces (N, 32) and columns (N,) of these types, of any kind of array."""
+def _batched(*dtypes: Any, ragged: Any = ()) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """A kernel as a public function of pieces (N, 32), columns (N,) of these types, and arrays of any length."""
 
     def public(function: Callable[..., Result]) -> Callable[..., Result]:
         compiled = kernel(function)
 
         @wraps(function)
         def call(pieces: ArrayLike, *columns: ArrayLike) -> Result:
-            return compiled(*_arguments(pieces, *zip(columns, dtypes, strict=True)))
+            others = [np.require(*it, ["C", "W"]) for it in zip(columns[len(dtypes) :], ragged, strict=True)]
+            return compiled(*_arguments(pieces, *zip(columns, dtypes, strict=False)), *others)
 
         return call
 
@@ -323,7 +315,7 @@ def _en_passant_capturers(bb: U64, file: Int) -> Bits:
 
 @kernel
 def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
-    """Write the legal moves in ascending order of from-square; return how many."""
+    """Writes the legal moves in ascending order of from-square; returns how many."""
     if bb[KING] == _ZERO:
         return 0
     n = 0
@@ -371,17 +363,11 @@ def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
         if s == king:
             targets = KING_ATTACKS[s] & ~own & ~danger
             if origin == _E1 and danger & _E1 == _ZERO:
-                if (
-                    castling & 1
-                    and bb[ROOK] & _H1 != _ZERO
-                    and (occupied & _SHORT_EMPTY) | (danger & _SHORT_SAFE) == _ZERO
-                ):
+                short = (occupied & _SHORT_EMPTY) | (danger & _SHORT_SAFE) == _ZERO
+                long = (occupied & _LONG_EMPTY) | (danger & _LONG_SAFE) == _ZERO
+                if castling & 1 and bb[ROOK] & _H1 != _ZERO and short:
                     targets |= _bit(6)
-                if (
-                    castling & 2
-                    and bb[ROOK] & _A1 != _ZERO
-                    and (occupied & _LONG_EMPTY) | (danger & _LONG_SAFE) == _ZERO
-                ):
+                if castling & 2 and bb[ROOK] & _A1 != _ZERO and long:
                     targets |= _bit(2)
         else:
             targets = _ZERO
@@ -642,8 +628,9 @@ def in_check(pieces: U8) -> NDArray[np.bool_]:
     return out
 
 
-@kernel
-def _mates(pieces: U8, castling: U8, file: I8, indices: I32, offsets: I64) -> NDArray[np.bool_]:
+@_batched(np.uint8, np.int8, ragged=(np.int32, np.int64))
+def mates(pieces: U8, castling: U8, file: I8, indices: I32, offsets: I64) -> NDArray[np.bool_]:
+    """Which of legal moves, policy indices (K,) of N positions cut by offsets (N + 1,), mate."""
     out = np.zeros(indices.shape[0], np.bool_)
     bb, after, replies = np.empty(13, np.uint64), np.empty(13, np.uint64), np.empty(POLICY_SIZE, np.uint16)
     for i in range(pieces.shape[0]):
@@ -769,14 +756,6 @@ def pieces_of(boards: ArrayLike) -> U8:
     return _pieces_batch(dense)
 
 
-def mates(
-    pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike, indices: ArrayLike, offsets: ArrayLike
-) -> NDArray[np.bool_]:
-    """Which of legal moves, policy indices (K,) of N positions cut by offsets (N + 1,), mate."""
-    moves, bounds = np.require(indices, np.int32, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])
-    return _mates(*[*_arguments(pieces, (castling, np.uint8), (en_passant, np.int8)), moves, bounds])
-
-
 class Replay(NamedTuple):
     """Games that were played through: R positions before a move, of the games that could be played to the end.
 
@@ -806,7 +785,5 @@ def replay(pieces: ArrayLike, start: ArrayLike, notation: ArrayLike, offsets: Ar
     """
     (boards,), words = _arguments(pieces), np.require(notation, np.int32, ["C", "W"])
     state, bounds = np.require(start, np.int64, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])
-    if len(bounds) != len(boards) + 1 or bounds[0] != 0 or bounds[-1] != len(words) or state.shape != (len(boards), 4):
-        raise ValueError(f"offsets must run from 0 to {len(words)} with one entry more than there are games")
     played, played_state, moves, *ends = _replay(boards, state, words, bounds)
     return Replay(played, played_state, *moves, *ends)

@@ -1,7 +1,6 @@
 """Chess as a Game: states are records, moves policy indices 0-4671 of the oriented board.
 
-A game ends by mate, stalemate, dead position as python-chess sees it, the third occurrence of a position, and
-the 50th move of each side without capture or pawn move (unless it mates): without a claim, as in the data.
+A game ends without a claim, as in the data: also by the third occurrence and by the 50th move (unless it mates).
 """
 
 import struct
@@ -23,6 +22,7 @@ from matrixlib.tasks.chess.records import (
     LAYOUT,
     MIX,
     UNKNOWN,
+    classes_of,
     from_boards,
     hashes_of,
     legal_indices,
@@ -46,15 +46,6 @@ def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
     return tables
 
 
-def move_codes(states: States, moves: Moves) -> NDArray[np.uint16]:
-    """`bitboard` move codes (N,) of policy indices (N,), one for each state."""
-    code = bitboard.POLICY_MOVE[moves]
-    origin = (code & 63).astype(np.int64)
-    piece = states["pieces"][np.arange(len(states)), origin >> 1] >> (4 * (origin & 1)).astype(np.uint8) & 15
-    queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
-    return code | queens.astype(np.uint16) << np.uint16(14)
-
-
 class ChessGame:
     """The rules of chess. tables: Syzygy tables, for positions of at most `pieces` men."""
 
@@ -75,7 +66,10 @@ class ChessGame:
 
     def play(self, states: States, moves: Moves) -> States:
         """The positions after a legal move in each."""
-        return play(states, move_codes(states, moves))
+        code = bitboard.POLICY_MOVE[moves]
+        piece = np.take_along_axis(classes_of(states["pieces"]), (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
+        queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
+        return play(states, code | queens.astype(np.uint16) << np.uint16(14))
 
     def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
         """Values (N,) of finished games, NaN elsewhere."""
@@ -115,19 +109,15 @@ class ChessGame:
             return values
         men = np.bitwise_count(bitboard.bitboards(states["pieces"])).sum(1)
         for i in np.flatnonzero((men <= self.pieces) & (states["halfmove"] == 0) & (states["castling"] == 0)):
-            wdl = self._probe(to_board(states[i]))
+            try:
+                wdl = self.tables.get_wdl(to_board(states[i]))
+            except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:  # a download was cut off
+                self.tables = None
+                warnings.warn(f"Syzygy tables are damaged, and are left out from now on: {error}", stacklevel=2)
+                break
             if wdl is not None:
                 values[i] = {-2: -1, 2: 1}.get(wdl, 0)
         return values
-
-    def _probe(self, board: chess.Board) -> int | None:
-        """What the tables say. A download that was cut off is met here, in the middle of a game: none is asked then."""
-        try:
-            return self.tables.get_wdl(board) if self.tables is not None else None
-        except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:
-            self.tables = None
-            warnings.warn(f"Syzygy tables are damaged, and are left out from now on: {error}", stacklevel=2)
-            return None
 
     def write(self, game: GameRecord) -> str:
         """The game as PGN."""

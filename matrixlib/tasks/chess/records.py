@@ -1,9 +1,8 @@
 """The chess record: a position and what is known about it, 55 bytes, always seen from the side to move.
 
-For Black the ranks are mirrored, the files kept and the colours swapped (`chess.Board.mirror`), so "ours" is
-always the side to move and always moves up. Policy indices are on that same oriented board: from-square * 73
-+ plane, planes as in Matrix0's encoder read as White: 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63
-knight jumps, 64-72 under-promotions.
+For Black the ranks are mirrored, the files kept and the colours swapped (`chess.Board.mirror`). Policy indices are on
+that board: from-square * 73 + plane, 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63 knight jumps, 64-72
+under-promotions.
 """
 
 import hashlib
@@ -74,18 +73,11 @@ def _castling(board: chess.Board) -> int:
     return sum(1 << bit for bit, corner in enumerate((*own, *other)) if rights & corner)
 
 
-def _repetition(board: chess.Board) -> int:
-    # Four reversible half moves are the shortest way back to a position.
-    if board.halfmove_clock < 4 or len(board.move_stack) < 4 or not board.is_repetition(2):
-        return 0
-    return 2 if board.is_repetition(3) else 1
-
-
 def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     """Records (N,) of N boards; `fields` set other columns (a scalar, or N values each).
 
-    Unless given, result is unknown, wdl, source and game are 0, ply follows from the full-move number, and
-    repetition from the board's move stack. ValueError names the FEN of a board that can't be played.
+    Unless given, result is unknown, wdl, source and game are 0, ply follows from the full-move number, repetition from
+    the move stack. ValueError names the FEN of a board that can't be played.
     """
     boards = list(boards)
     records = np.zeros(len(boards), RECORD)
@@ -107,22 +99,16 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     records["en_passant"] = bitboard.legal_en_passant(records["pieces"], np.where(square >> 3 == 5, square & 7, -1))
     records["halfmove"] = [min(b.halfmove_clock, 255) for b in boards]
     records["side"] = black
-    records["result"] = UNKNOWN
-    if "ply" not in fields:
-        records["ply"] = [min(b.ply(), 65535) for b in boards]
-    if "repetition" not in fields:
-        records["repetition"] = [_repetition(b) for b in boards]
-    for name, value in fields.items():
+    records["ply"] = [min(b.ply(), 65535) for b in boards]
+    records["repetition"] = [b.is_repetition(2) + b.is_repetition(3) for b in boards]
+    for name, value in {"result": UNKNOWN, **fields}.items():
         records[name] = value
     return records
 
 
 def before(board: chess.Board, plies: int) -> Records:
-    """The positions (k,) before a board, in the order of the game: at most so many, as far back as its moves go.
-
-    The en-passant square of a FEN tells one more, from before the pawn's double step; what came before that is unknown,
-    so it stands in all the places that are left.
-    """
+    """The positions (k,) before a board, in the order of the game: at most so many, as far back as its moves go. The
+    en-passant square of a FEN tells one more, which stands in all the places that are left."""
     walk, past = board.copy(), list[chess.Board]()
     while walk.move_stack and len(past) < plies:
         walk.pop()
@@ -134,11 +120,7 @@ def before(board: chess.Board, plies: int) -> Records:
 
 def reversible(board: chess.Board) -> Records:
     """The positions before a board, latest first, as far back as one of them can come again."""
-    walk, past = board.copy(), list[chess.Board]()
-    for _ in range(min(board.halfmove_clock, len(board.move_stack))):
-        walk.pop()
-        past.append(walk.copy(stack=False))
-    return from_boards(past)
+    return before(board, min(board.halfmove_clock, len(board.move_stack)))[::-1]
 
 
 def past_of(boards: Sequence[chess.Board], plies: int) -> Past:
@@ -155,7 +137,7 @@ def _before_double_step(board: chess.Board) -> Records:
     (row,) = records = from_boards([board], repetition=0)
     assert board.ep_square is not None
     file = chess.square_file(board.ep_square)
-    squares = np.stack([row["pieces"] & 15, row["pieces"] >> 4], axis=1).reshape(8, 8)
+    squares = classes_of(records["pieces"]).reshape(8, 8)
     if (squares[4:7, file] != (6, 12, 12)).any():
         return records[:0]
     squares[4:7, file] = 12, 12, 6
@@ -176,6 +158,11 @@ def playable(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
     good &= pieces == np.bitwise_count(np.bitwise_or.reduce(boards, axis=1))
     turned = np.concatenate([boards[:, 6:], boards[:, :6]], axis=1).byteswap()
     return good & ~bitboard.in_check(bitboard.pieces_of(turned))
+
+
+def classes_of(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Nibbles (N, 32) to the class of the piece on each oriented square (N, 64), 12 empty."""
+    return np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
 
 
 def to_board(record: np.void | Records) -> chess.Board:
@@ -242,17 +229,15 @@ def captured_value(pieces: NDArray[np.uint8], index: NDArray[Any]) -> NDArray[np
 
     En passant counts as taking nothing, and so does an index below 0.
     """
-    board = np.stack([pieces & 15, pieces >> 4], axis=-1).reshape(len(pieces), 64)
-    value = np.array([*[0] * 6, *PIECE_VALUES, *[0] * 4])[board]
+    value = np.array([*[0] * 6, *PIECE_VALUES, *[0] * 4])[classes_of(pieces)]
     to = bitboard.POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
     return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
 
 
 def play(records: Records, moves: NDArray[np.uint16]) -> Records:
-    """Play one legal move (N,) (`bitboard.legal_moves` codes) in each record: the positions that arise.
+    """The positions after one legal move (N,) (`bitboard.legal_moves` codes) in each record.
 
-    ply, side and clock move on; repetition needs the game's history, so it is 0; wdl, an estimate of the old
-    position, is dropped; result is turned to the new side to move; source and game are kept.
+    Repetition, which needs the game's history, and wdl are 0; result is turned to the new side to move.
     """
     after = records.copy()
     state = bitboard.make_moves(
@@ -286,17 +271,11 @@ def _turned_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
 
 absolute_index = _turned_table(1, -1, 56)
 """(4672,): a policy index of Black's, oriented, as Matrix0 has it on absolute squares; its own inverse. Ranks change
-sign; its under-promotion directions are mover-relative (direction 1 is dfile +1 for Black), so there they swap. White's
-indices are the same."""
+sign, and its under-promotion directions, which are the mover's, swap."""
 mirror_index = _turned_table(-1, 1, 7)  # (4672,): the policy index after mirroring left and right; its own inverse
 
 
 # Left-right mirror
-
-
-def mirrorable(records: Records) -> NDArray[np.bool_]:
-    """Rows (N,) for which mirroring is an exact symmetry: those where no castling right is left."""
-    return np.asarray(records["castling"] == 0)
 
 
 def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -314,14 +293,13 @@ def mirror_files(files: NDArray[np.int8]) -> NDArray[np.int8]:
 def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     """Mirror the chosen rows (B,) bool of a batch left and right: pieces, en-passant file and policy.
 
-    The policy entries of each row are sorted again, so indices stay ascending, with their weights and with what else is
-    known of each move (`policy_teacher`, where it is there). Returns a new batch. ValueError if a chosen row has
-    castling rights left: its mirror image is no position of chess.
+    Indices are sorted again, with their weights and `policy_teacher`, where it is there. Returns a new batch.
+    ValueError if a chosen row has castling rights left: its mirror image is no position of chess.
     """
     records = batch["records"].copy()
-    refused = np.flatnonzero(rows & ~mirrorable(records))
+    refused = np.flatnonzero(rows & (records["castling"] != 0))
     if len(refused):
-        raise ValueError(f"row {refused[0]} has castling rights left, so it can't be mirrored: use mirrorable(records)")
+        raise ValueError(f"row {refused[0]} has castling rights left, so it can't be mirrored: leave it out of rows")
     records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
     records["en_passant"][rows] = mirror_files(records["en_passant"][rows])
     index, weight = batch["policy_index"].copy(), batch["policy_weight"].copy()
@@ -355,15 +333,13 @@ def keys_of(records: Records) -> list[bytes]:
 
 
 def hashes_of(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
-    """(n,) u8: equal for equal boards (pieces, castling, en passant, all as the side to move sees them), and with
-    `mirrored` for mirror images too. 64 bits in no time: good for counting, not for telling positions apart for
-    certain (`keys_of` is)."""
+    """(n,) u8: equal for equal boards as the side to move sees them, and with `mirrored` for mirror images too. 64
+    bits: good for counting, not for telling positions apart for certain (`keys_of` is)."""
     plain = _mixed(records["pieces"], records["castling"], records["en_passant"])
     if not mirrored:
         return plain
-    files = mirror_files(records["en_passant"])
-    image = _mixed(mirror_pieces(records["pieces"]), records["castling"], files)
-    return np.where(mirrorable(records), np.minimum(plain, image), plain)
+    image = _mixed(mirror_pieces(records["pieces"]), records["castling"], mirror_files(records["en_passant"]))
+    return np.where(records["castling"] == 0, np.minimum(plain, image), plain)
 
 
 def _mixed(pieces: NDArray[np.uint8], castling: NDArray[np.uint8], files: NDArray[np.int8]) -> NDArray[np.uint64]:

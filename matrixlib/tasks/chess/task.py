@@ -117,7 +117,7 @@ class ChessTask:
         hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
         batch = soft.unpacked(batch)
         if data.mirror:
-            batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
+            batch = records.mirror(batch, mirrored & (batch["records"]["castling"] == 0))
         return self._packed(batch, hidden)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:

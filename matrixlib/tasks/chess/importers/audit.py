@@ -97,13 +97,11 @@ def columns(batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def figures(batch: Batch) -> dict[str, float]:
-    """The quality figures of a shard, without those that its positions do not tell.
+    """The quality figures of a shard, without those that its positions do not tell: see `columns` for most.
 
     duplicates: records whose position came before. policy: moves of a record; policy_weight: entropy in nats of those
-    that have weight, share of those without. men: pieces on the board. ply: half moves since the start. black: share
-    with Black to move. known_result and known_wdl: shares; win, draw, loss: of the known results, for the side to move;
-    white: White's mean points (-1 to 1). value: mean expected points by win-draw-loss; value_gap: mean distance from
-    the result, where both are known (0 to 2).
+    that have weight, share of those without. win, draw, loss: of the known results, for the side to move; value_gap:
+    mean distance of value from the result, where both are known (0 to 2).
     """
     points = DataFrame(columns(batch))
     known, entropy = points["result"].dropna(), points["entropy"]
@@ -126,11 +124,8 @@ def figures(batch: Batch) -> dict[str, float]:
 
 def distances(rows: Iterable[ShardRow]) -> DataFrame:
     """How far each quality figure of a shard is from the median of the shards of its source and split, where those
-    are 9 at least, in robust standard deviations; by name.
-
-    One is 1.4826 times the median absolute deviation, at least 2 % of the median and 0.01 (entropies in nats, shares,
-    points).
-    """
+    are 9 at least, in robust standard deviations (1.4826 times the median absolute deviation, at least 2 % of the
+    median and 0.01); by name."""
     measured = [row for row in rows if row.state == "healthy" and row.quality]
     table = DataFrame([dict(row.quality) for row in measured], [row.name for row in measured], COMPARED, float)
     groups = [[row.source for row in measured], [row.split for row in measured]]
@@ -160,8 +155,8 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
     """At most `count` random records of each source, from at most 64 blocks of it, as a table.
 
     Columns beside those of `columns`: source, split, shard, row (in the shard), fen; best, weight: the likeliest move
-    in UCI and its share, "" and nan without a policy, or where the record is at fault; moves: legal ones; entropy: of
-    the policy, nats, nan without one; key: equal for equal positions and their mirror images; fault: see `faults`.
+    in UCI and its share, "" and nan without a policy or at fault; key: equal for equal positions and their mirror
+    images; fault: see `faults`.
 
     plies: the first and last ply of records to choose from. Blocks that cannot be read are left out; `Catalogue.verify`
     names their shards. ValueError for a folder without a healthy shard, and for a sample of nothing.

@@ -1,8 +1,4 @@
-"""Positions that a folder of shards holds more than once, merged into one in a new folder.
-
-Equal are positions as `keys.keys_of` says: as the side to move sees them, and where no castling right is left also with
-the left-right mirror image.
-"""
+"""Positions that a folder of shards holds more than once, merged into one in a new folder."""
 
 import json
 import os
@@ -26,10 +22,10 @@ FACTS = "merged.json"  # in the new folder: which shards it was made of
 def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     """Copy the healthy shards of a folder to `out`, each position once, with the mean of its targets.
 
-    A position of both splits goes to training. `out` appears when it is whole; one that was made of the same shards is
-    left as it is. Returns the numbers of positions before and after, and of positions that were in several sources.
-    Memory: some 40 bytes a position, and those that are there more than once. ValueError where `out` holds something
-    else, ShardError for a damaged shard (quarantine it first).
+    Equal are positions as the side to move sees them, without castling rights their mirror images too; one of both
+    splits goes to training. `out` appears when it is whole; one made of the same shards is left as it is. Returns the
+    numbers of positions before and after, and of those in several sources. Memory: some 40 bytes a position, and those
+    that are there more than once. ValueError where `out` holds something else, ShardError for a damaged shard.
     """
     folder, out = Path(folder), Path(out)
     rows = sorted(Catalogue(folder, warn=False).shards(), key=lambda row: (row.split != "train", row.name))
@@ -84,8 +80,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
 
 
 def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
-    """The batch with each row turned to look like the first of its group, and which rows (m,) do so: two positions may
-    share a hash of 64 bits, once in a thousand folders."""
+    """The batch with each row turned to look like the first of its group, and which do: hashes may collide."""
     records = batch["records"]
 
     def same(left: np.ndarray) -> np.ndarray:

@@ -1,8 +1,6 @@
 """Readers of positions a line: EPD suites with what they say, and FENs for Stockfish to label.
 
-EPD: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`. `bm`: best moves, all equally good; `am`: moves to
-avoid, all others are equally good; `ce`: centipawns and `dm`: full moves to mate, both from the side to move. What a
-line lacks stays unknown. There are no games, so equal positions stand in for them in the split.
+There are no games, so equal positions stand in for them in the split.
 """
 
 import re
@@ -80,12 +78,9 @@ def best_of(board: chess.Board, operations: Operations) -> set[chess.Move]:
 def _move(board: chess.Board, word: str) -> chess.Move:
     try:
         move = board.parse_san(word.rstrip("!?,"))
-    except chess.AmbiguousMoveError as error:
-        raise notation.Unusable("ambiguous move", str(error)) from None
-    except chess.IllegalMoveError as error:
-        raise notation.Unusable("illegal move", str(error)) from None
-    except chess.InvalidMoveError as error:
-        raise notation.Unusable("not a move", str(error)) from None
+    except ValueError as error:
+        reasons = {chess.AmbiguousMoveError: "ambiguous move", chess.IllegalMoveError: "illegal move"}
+        raise notation.Unusable(reasons.get(type(error), "not a move"), str(error)) from None
     if not move:
         raise notation.Unusable("not a move", f"'{word}' passes")
     return move
@@ -123,7 +118,8 @@ def _exercise(line: str) -> tuple[chess.Board, set[chess.Move], int | None, bool
 
 @dataclass(frozen=True)
 class Epd:
-    """No options."""
+    """Four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`. `bm`: best moves, all equally good; `am`: moves to
+    avoid; `ce`: centipawns and `dm`: full moves to mate, from the side to move. What a line lacks stays unknown."""
 
     source: ClassVar[str] = "epd"
 

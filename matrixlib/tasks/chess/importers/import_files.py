@@ -46,11 +46,11 @@ def import_files(
     limit: int | None = None,
 ) -> ImportReport:
     """Import files into a folder of shards, made if it is not there; what had been imported is not done again. A
-    folder of files of one kind (Leela's games) counts as one file, whose entries are numbered file by file.
+    folder of files of one kind (Leela's games) counts as one file.
 
-    reader: by default that of the file's ending. workers: processes, by default one a core, started after two seconds.
-    limit: stop, for each file, at the end of the step in which so many positions are reached; another call resumes.
-    Raises ValueError for a file that can't be imported, ImportStopped where a worker died.
+    reader: by default that of the file's ending. workers: processes, by default one a core. limit: stop, for each file,
+    at the end of the step in which so many positions are reached; another call resumes. Raises ValueError for a file
+    that can't be imported, ImportStopped where a worker died.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]

@@ -1,13 +1,7 @@
 """Readers of Lichess's databases: puzzles (CSV), and evaluations of positions (JSON lines).
 
-Puzzles give a position for each move of the solver, which has all of the policy. The FEN of a row is the position
-*before* the opponent's set-up move, which is the first of `Moves`; the solver makes the second, the fourth and so on.
-Result and win-draw-loss stay unknown.
-
 A line of evaluations is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...],
-"knodes": n, "depth": n}, ...]}. Scores are White's, whoever is to move; castling is written as king takes rook (e1h1).
-Of several evaluations the deepest counts. The policy is the softmax of stockfish/labels.py over the first moves of its
-variations, win-draw-loss that of the best score. There are no games, so equal positions stand in for them in the split.
+"knodes": n, "depth": n}, ...]}. There are no games, so equal positions stand in for them in the split.
 """
 
 import csv
@@ -49,7 +43,8 @@ def _settle(
 
 @dataclass(frozen=True)
 class Puzzles:
-    """No options; the columns FEN and Moves are needed, GameUrl is used."""
+    """A position for each move of the solver, which has all of the policy: the FEN is from *before* the opponent's
+    set-up move, the first of `Moves`. The columns FEN and Moves are needed, GameUrl is used."""
 
     source: ClassVar[str] = "puzzles"
 
@@ -93,10 +88,7 @@ def fields_of(line: str) -> list[str]:
 
 
 def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], details: list[str]) -> Batch:
-    """The solver's positions of the N puzzles that start in `records`, all of them played at the same time.
-
-    A puzzle with an illegal move gives no position; its fault and details are filled in.
-    """
+    """The solver's positions of N puzzles, played all at once; fault and details of an illegal move are filled in."""
     state = records.copy()
     batches, owners = [], [np.zeros(0, np.int64)]
     rows = np.flatnonzero([not fault for fault in faults])
@@ -128,7 +120,8 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """No options."""
+    """The deepest evaluation counts: a softmax over the first moves of its variations, win-draw-loss of the best.
+    Scores are White's; castling is written as king takes rook (e1h1)."""
 
     source: ClassVar[str] = "evaluations"
 

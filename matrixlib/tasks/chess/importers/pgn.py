@@ -1,7 +1,6 @@
 """PGN: each position of a game before the move that was played, which is the policy target.
 
-A part's games are cut out of the text and turned into numbers word by word (a dictionary remembers what each word
-means), then `bitboard.replay` plays them all through and matches each notation with the legal moves.
+The text is turned into numbers word by word, then `bitboard.replay` matches each notation with the legal moves.
 """
 
 import io
@@ -21,17 +20,8 @@ from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
-from matrixlib.tasks.chess.importers.notation import (
-    LeftOut,
-    Legal,
-    Unusable,
-    blank,
-    opened,
-    parts_of,
-    read_fens,
-    text_lines,
-    usable,
-)
+from matrixlib.tasks.chess.importers import notation
+from matrixlib.tasks.chess.importers.notation import LeftOut, Legal, Unusable, blank, read_fens
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, game_id
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
@@ -68,9 +58,8 @@ COMMENT = re.compile(rb"\{[^}]*\}")
 UNUSUAL = (b"(", b")", b";", b"\n%")  # what words and comments alone do not have
 REMARK = re.compile(rb"\{[^}]*\}|;[^\n]*")
 TAG = re.compile(rb'^[ \t]*\[[ \t]*(FEN|SetUp|Variant|Result)[ \t]+"([^"\r\n]*)"', re.MULTILINE | re.IGNORECASE)
-EVALUATION = re.compile(
-    rb"\{[^{}\[]*(?:\[(?!%eval)[^{}\[]*)*\[%eval\s+(#?[-+]?\d*\.?\d+)[^}]*\}"
-)  # the comment that holds it
+# The comment that holds it
+EVALUATION = re.compile(rb"\{[^{}\[]*(?:\[(?!%eval)[^{}\[]*)*\[%eval\s+(#?[-+]?\d*\.?\d+)[^}]*\}")
 SCORE = re.compile(rb"%(#?)([-+]?\d*\.?\d+)")
 GAME = re.compile(rb'^[ \t]*\[[ \t]*\w+[ \t]+"|\b1[ \t]*\.[ .]*[a-hNBRQKO]', re.MULTILINE)
 BOM = b"\xef\xbb\xbf"
@@ -92,8 +81,8 @@ def text_of(data: bytes) -> str:
 def split(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """(tag section, move text) of each game, with every byte of the lines but byte order marks.
 
-    A game ends where a tag follows move text, or a line with more moves follows a result. In a comment only an Event
-    tag after an empty line ends it: the comment was never closed, and would take in the rest of the file.
+    A game ends where a tag follows move text, or more moves follow a result; in a comment, which was never closed then,
+    only where an Event tag follows an empty line.
     """
     tags: list[bytes] = []
     moves: list[bytes] = []
@@ -215,8 +204,7 @@ def meaning(word: bytes) -> int | float | str:
 
 
 class _Game(NamedTuple):
-    """A game whose text could be read. moves: see `meaning`. evaluated: all words in order, of a game with evaluations.
-    points: White's."""
+    """moves: see `meaning`; evaluated: all words of a game with evaluations, in order; points: White's."""
 
     number: int
     fen: str
@@ -256,11 +244,8 @@ def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
 
 
 def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the rules say about last positions (n, 32) with their `Replay.ends` (n, 4): points (n,) of the side to
-    move (2: the game may go on), and the reasons.
-
-    Mate and stalemate; and without a claim: material that can't mate, seventy-five moves, the fifth repetition.
-    """
+    """What the rules say, without a claim, about last positions (n, 32) with their `Replay.ends` (n, 4): points (n,) of
+    the side to move (2: the game may go on), and the reasons."""
     castling, file, clock, earlier = ends.T
     _, _, offsets = bitboard.legal_moves(pieces, castling.astype(np.uint8), file.astype(np.int8))
     stuck, check = np.diff(offsets) == 0, bitboard.in_check(pieces)
@@ -289,13 +274,11 @@ class Pgn:
     repair: bool = False
 
     def parts(self, path: Path) -> Iterator[Part]:
-        with opened(path) as file:
-            games = (tags + text for tags, text in split(text_lines(file)))
-            for part in parts_of(games, PART_BYTES, GAMES):
+        with notation.opened(path) as file:
+            games = (tags + text for tags, text in split(notation.text_lines(file)))
+            for part in notation.parts_of(games, PART_BYTES, GAMES):
                 if not part.number and (b"\0" in part.data or not GAME.search(part.data)):
-                    raise ValueError(
-                        f"{path} holds no games in PGN (text of one byte a letter): is it of another kind?"
-                    )
+                    raise ValueError(f"{path} holds no games in PGN (text of one byte a letter): is it another kind?")
                 yield part
 
     def read(self, part: Part) -> ParseResult:
@@ -304,7 +287,7 @@ class Pgn:
         def refuse(game: _Game, reason: str, detail: str) -> None:
             entries.refuse(game.number, reason, detail, text_of(b"".join(texts[game.number])), len(game.moves))
 
-        found = usable(
+        found = notation.usable(
             [(number, *text) for number, text in enumerate(texts)],
             lambda text: understand(*text, entries.warned),
             entries,

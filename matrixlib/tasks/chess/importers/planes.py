@@ -1,16 +1,12 @@
 """Readers of other programs' training data, which hold planes and policies: Leela Chess Zero's and Matrix0's.
 
-Leela's, version 6: .gz files of one game each, and .tar files of those. Policy: shares of visits; win-draw-loss: value
-of the search and the game's result. Positions are seen from the side to move; of the eight only the newest is read, and
-the one before where the format does not tell the en-passant file. From format 3 on a position without castling rights
-is turned into a canonical one of up to eight, and turned back here. `ply` counts the records of the file, made even for
-White. The repetition plane does not tell one earlier occurrence from several.
+Leela's: of eight positions, seen from the side to move, the newest is read, and the one before where the format does
+not tell the en-passant file. From format 3 on a position without castling rights is turned into one of up to eight, and
+turned back here. `ply` counts the records of the file, made even for White.
 
-Matrix0's: NPZ files of planes s (N,19,8,8) as White sees them, policy pi (N,4672) and value z (N,). They lack en
-passant and repetition: a capture en passant is possible where `legal_mask`, or without one the policy, has it. z, from
-the side to move, is stored as the win-draw-loss with that expectation and as many draws as that allows (at move 32,
-Stockfish's own model agrees to 0.005). The result is known in self-play files alone (`meta_result`). Files of many
-games do not say where one ends: a file is one game to the split, so that nothing leaks.
+Matrix0's lack en passant and repetition: a capture en passant is possible where `legal_mask`, or without one the
+policy, has it. z is stored as the win-draw-loss with that expectation and as many draws as that allows. A file is one
+game to the split, so that nothing leaks.
 """
 
 import io
@@ -28,9 +24,18 @@ from numpy.typing import NDArray
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import Legal, blank, classes_of, legal_of, standing_rights
+from matrixlib.tasks.chess.importers.notation import Legal, blank, legal_of, standing_rights
 from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, Records, absolute_index, game_id, playable, to_board
+from matrixlib.tasks.chess.records import (
+    LAYOUT,
+    UNKNOWN,
+    Records,
+    absolute_index,
+    classes_of,
+    game_id,
+    playable,
+    to_board,
+)
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares, whole_shares
 
 TOLERANCE = 0.01  # of the policy's sum, of the bounds of a value, of planes that hold 0 or 1
@@ -78,10 +83,6 @@ VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
 FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # CANONICAL: formats from here on
 FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
 LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
-VALUES = (
-    *("root_q", "best_q", "root_d", "best_d", "root_m", "best_m", "plies_left", "result_q", "result_d"),
-    *("played_q", "played_d", "played_m", "original_q", "original_d", "original_m"),
-)
 V6 = np.dtype(
     [
         ("version", "<u4"),
@@ -97,26 +98,20 @@ V6 = np.dtype(
         # 1 flip, 2 mirror, 4 transpose, 16 game too long, 64 to be deleted, 128 Black to move
         ("flags", "u1"),
         ("unused", "u1"),
-        *((name, "<f4") for name in VALUES),
-        ("visits", "<u4"),
-        ("played", "<u2"),
-        ("best", "<u2"),
-        ("divergence", "<f4"),
-        ("reserved", "<u4"),
+        *((name, "<f4") for name in ("root_q", "best_q", "root_d", "best_d")),
+        ("moves_left", "V12"),  # of root, best move and game
+        *((name, "<f4") for name in ("result_q", "result_d")),
+        ("rest", "V40"),
     ]
 )
 ROOKS = np.array([1, 128, 1, 128], np.uint8)  # `castling` of standard chess: files a and h
 REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bytes bit by bit
 
 
-def _transforms() -> NDArray[np.int64]:
-    """(8, 64): where each square goes by a transform: the files turned, then the ranks, then mirrored in h1-a8."""
-    square, transform = np.arange(64), np.arange(8)[:, None]
-    turned = square ^ np.where(transform & FLIP, 7, 0) ^ np.where(transform & MIRROR, 56, 0)
-    return np.where(transform & TRANSPOSE, (7 - turned % 8) * 8 + 7 - turned // 8, turned)
-
-
-TRANSFORMS = _transforms()
+_KINDS = np.arange(8)[:, None]
+_TURNED = np.arange(64) ^ np.where(_KINDS & FLIP, 7, 0) ^ np.where(_KINDS & MIRROR, 56, 0)
+TRANSFORMS = np.where(_KINDS & TRANSPOSE, (7 - _TURNED % 8) * 8 + 7 - _TURNED // 8, _TURNED)
+"""(8, 64): where each square goes by a transform: the files turned, then the ranks, then mirrored in h1-a8."""
 
 
 def version_of(data: bytes) -> int:
@@ -125,10 +120,7 @@ def version_of(data: bytes) -> int:
 
 
 def inflate(data: bytes) -> bytes:
-    """What is in a .gz file, as far as it goes. One that is cut short or damaged ends within a record.
-
-    ValueError for more than a game can hold.
-    """
+    """What is in a .gz file; one that is cut short ends within a record. ValueError for more than a game can hold."""
     out = b""
     while data:
         stream = zlib.decompressobj(31)
@@ -168,7 +160,8 @@ def games_of(path: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Lc0:
-    """value: the search's value of the root, or that of its best move."""
+    """Version 6: .gz files of one game each, and .tar files of those. value: the search's of the root, or that of its
+    best move."""
 
     source: ClassVar[str] = "lc0"
     value: Literal["root", "best"] = "root"
@@ -306,10 +299,7 @@ RESULT_BYTES = 4096  # of the member with a game's result, at most: it is packed
 
 
 def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file by our names for them, with `game` and `result`, the game's from White's side (2 unknown).
-
-    Every byte is checked. ValueError says what is missing, or of another kind or shape.
-    """
+    """The arrays of a file by our names for them, with `game` and `result` from White's side; every byte is checked."""
     with np.load(path, allow_pickle=False) as archive:
         found: dict[str, NDArray[Any]] = {}
         for array, (names, row) in NAMES.items():
@@ -335,7 +325,7 @@ def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class Matrix0Data:
-    """No options."""
+    """NPZ files of planes s (N, 19, 8, 8) as White sees them, policy pi (N, 4672) and value z (N,)."""
 
     source: ClassVar[str] = "matrix0"
 

@@ -1,7 +1,6 @@
-"""A small UCI client over pipes: one process, no state between searches unless asked for.
+"""A small UCI client over pipes, without state between searches unless asked for.
 
-python-chess's own client labels half as many positions per second: it builds boards and scores for every info line,
-and labelling needs only the last line of each variation.
+python-chess's own labels half as many positions a second: it builds boards and scores for every info line.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def find_stockfish(path: str | Path | None = None) -> Path:
 
 
 def score_of(kind: str, value: int) -> int:
-    """The integer score of `score cp 31` or `score mate -2`, cut to 10,000 centipawns or moves; `mate 0` (the mover is
-    mated) is -MATE."""
+    """The integer score of `score cp 31` or `score mate -2`, cut to 10,000; `mate 0` (the mover is mated) is -MATE."""
     value = max(-CENTIPAWN_LIMIT, min(CENTIPAWN_LIMIT, value))
     if kind == "mate":
         return MATE - value if value > 0 else -MATE - value
@@ -75,8 +73,7 @@ def parse_info(lines: list[str]) -> list[Line]:
 
 
 def nearest_value(announced: str, value: Option) -> Option:
-    """The value nearest to `value` that an option takes, announced as "spin default 1 min 1 max 256": engines ignore
-    numbers beyond without a word."""
+    """The nearest value that an option takes, announced as "spin default 1 min 1 max 256": engines ignore others."""
     bounds = re.search(r"^spin .*min (-?\d+) max (-?\d+)", announced)
     return max(int(bounds[1]), min(int(bounds[2]), int(value))) if bounds else value
 
@@ -170,10 +167,9 @@ class Stockfish:
         """
         taken = nearest_value(self.announced.get("MultiPV", ""), lines)
         command = f"setoption name MultiPV value {taken}\nposition {position}\ngo {limit}"
-        variations = parse_info(self._ask(command, "bestmove"))
-        if not variations:
-            raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
-        return variations
+        if variations := parse_info(self._ask(command, "bestmove")):
+            return variations
+        raise self._no_move(position)
 
     def best_move(self, position: str, limit: str) -> str:
         """The move that the engine plays, in UCI; one of limited strength often plays another than its best line's.
@@ -182,8 +178,11 @@ class Stockfish:
         """
         move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].split()[1]
         if move in ("(none)", "0000"):
-            raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
+            raise self._no_move(position)
         return move
+
+    def _no_move(self, position: str) -> EngineError:
+        return EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
 
     def close(self) -> None:
         """End the process; safe to call twice."""

@@ -1,16 +1,8 @@
 """Labels of positions by Stockfish, and the policy and win-draw-loss targets that they make.
 
-Labels are made on the oriented position (side to move = White) with full-move number 32, after `ucinewgame`: Stockfish
-15.1's win-draw-loss depends on the move number and its search on the hash, so only in this way is a label a function of
-the position (pieces, castling, en passant, half-move clock).
-
-From there on everything is integer arithmetic, so the same labels give the same bytes everywhere. The policy target is
-held as levels: level k means exp(-k / 10) times the best move's weight, a softmax at 50 centipawns in steps of 5.
-
-The win-draw-loss of a score is Stockfish 15.1's own model (`UCI_ShowWDL`) at full move 32: a logistic curve for
-winning, its mirror image for losing, the rest are draws; 100 centipawns are an even chance of winning. Fitted to 17,691
-lines of the engine (depth 6, 400 positions): location 99.6, as it cuts centipawns towards 0, scale 18.3; win and loss
-agree with it to 0.003 (root mean square).
+Labels are made on the oriented position with full-move number 32, after `ucinewgame`: Stockfish 15.1's win-draw-loss
+depends on the move number and its search on the hash, so only so is a label a function of the position. From there on
+all is integer arithmetic. Policy level k means exp(-k / 10) times the best move's weight: a softmax at 50 centipawns.
 """
 
 from collections.abc import Mapping
@@ -69,9 +61,8 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
 def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:
     """Policy level of each move, from the scores of all moves and the deeper ones of the best.
 
-    The deep search decides about its own lines. It also says that every other move is worse than the last of
-    them, so the shallow score of the others is cut there (less MARGIN): without that, a blunder that only
-    the shallow search likes would keep its weight.
+    The deep search decides about its own lines, and that every other move is worse than the last of them by MARGIN:
+    without that, a blunder that only the shallow search likes would keep its weight.
     """
     deeper = dict(zip(deep, values(np.array(list(deep.values()))).tolist(), strict=True))
     last = min(deeper.values()) - MARGIN
@@ -140,7 +131,8 @@ def wdl_of_shares(shares: NDArray[Any]) -> NDArray[np.uint16]:
 def wdl_of_score(scores: ArrayLike) -> NDArray[np.uint16]:
     """Win-draw-loss (n, 3) u2 as a record stores it, of scores (n,) from the mover's side (`client.score_of`).
 
-    For x centipawns win = 1 / (1 + exp((EVEN - x) / SCALE)), loss = 1 / (1 + exp((EVEN + x) / SCALE)), draw = the
+    Stockfish 15.1's own model at full move 32, fitted to 17,691 lines of it to 0.003 (root mean square): for x
+    centipawns win = 1 / (1 + exp((EVEN - x) / SCALE)), loss = 1 / (1 + exp((EVEN + x) / SCALE)), draw = the
     rest. A mate, that is a score beyond `client.CENTIPAWN_LIMIT`, is won or lost for certain.
     """
     score = np.atleast_1d(np.asarray(scores, np.float64))

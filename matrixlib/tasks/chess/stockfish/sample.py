@@ -1,12 +1,7 @@
 """A training set made with Stockfish: games against itself, their labelled positions, and the shards of both.
 
-A game and its labels are a pure function of (parameters, number of the game), and are appended to a file game by game,
-so stopped work is resumed and ends in the same bytes.
-
-The set that ships with the package was made by this. `sample/sample.npz.xz` holds columns that compress well (about 23
-bytes a position): boards in real colours, so that successive positions of a game repeat, and policy levels without
-indices, because the legal moves follow from the board. `sample/manifest.json` holds the SHA-256 of that file and of
-every shard in it.
+A game and its labels are a pure function of (parameters, number of the game), so stopped work ends in the same bytes.
+The set that ships was made by this: `sample/sample.npz.xz` holds columns that compress well, 23 bytes a position.
 """
 
 import io
@@ -15,7 +10,6 @@ import lzma
 import multiprocessing
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -34,8 +28,8 @@ from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, read_info, select, write_shard
 from matrixlib.progress import live_bar
-from matrixlib.tasks.chess.importers.notation import classes_of, read_fens
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, SHARD, UNKNOWN, game_id, held_out, keys_of
+from matrixlib.tasks.chess.importers.notation import read_fens
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, SHARD, UNKNOWN, classes_of, game_id, held_out, keys_of
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 from matrixlib.tasks.chess.stockfish.labels import MARGIN, STEP, TEMPERATURE, Positions, assemble, label
 from matrixlib.tasks.shipped import unpack, write_shipped
@@ -81,8 +75,7 @@ def make_set(
     """Play and label games in `work`, a subfolder, then pack them into shards with a catalogue in `shards`; resumable.
 
     out: folder, empty = reports/sample. nodes: fewest and most nodes of a playing engine. Returns the figures of
-    `generate` and `pack`, and the folder. Raises EngineError without a working Stockfish, ValueError for a folder with
-    other shards.
+    `generate` and `pack`, and the folder; raises what they raise.
     """
     if min(games, games_per_chunk, workers, nodes[0]) < 1 or seed < 0 or nodes[0] > nodes[1]:
         raise ValueError(
@@ -120,9 +113,8 @@ def generate(
 ) -> dict[str, Any]:
     """Play `games` games (rounded up to whole chunks) and label their positions, in `workers` processes.
 
-    Finished games are appended to `games.jsonl` in order, `games_per_chunk` at a time. Returns the engine's name, the
-    games there are now, and those made by this call. Raises EngineError without a working Stockfish, ValueError for a
-    folder made with other parameters or by another engine, or that another process writes.
+    Finished games are appended to `games.jsonl` in order. Returns the engine's name, the games there are now, and those
+    made by this call. Raises EngineError without a working Stockfish, ValueError for a folder of other work or in use.
     """
     path, folder = find_stockfish(stockfish), Path(folder)
     with Stockfish(path) as engine:
@@ -147,16 +139,13 @@ def generate(
             multiprocessing.get_context("spawn"),
             files.end_with_parent,
         )
-        begun, labelled = time.monotonic(), 0
         try:
             with live_bar(total=total, initial=done, desc="games", disable=not progress) as bar:
-                for lines, positions in pool.map(_play, jobs):
+                for lines in pool.map(_play, jobs):
                     file.write(lines)
                     file.flush()
                     os.fsync(file.fileno())
-                    labelled += positions
                     bar.update(lines.count(b"\n"))
-                    bar.set_postfix(rate=f"{labelled / (time.monotonic() - begun):.0f} positions/s", refresh=False)
         except BrokenProcessPool as error:
             raise EngineError(f"a generator process was killed ({error}); start again to go on") from error
         finally:
@@ -164,12 +153,11 @@ def generate(
     return {"engine": name, "games": max(done, total), "new games": max(0, total - done)}
 
 
-def _play(job: tuple[Path, Parameters, range]) -> tuple[bytes, int]:
-    """Some games as lines of `games.jsonl`, in a worker process, and the number of their labelled positions."""
+def _play(job: tuple[Path, Parameters, range]) -> bytes:
+    """Some games as lines of `games.jsonl`, in a worker process."""
     stockfish, parameters, numbers = job
     with Stockfish(stockfish) as engine:
-        games = [make_game(engine, number, parameters) for number in numbers]
-    return b"".join(json.dumps(game).encode() + b"\n" for game in games), sum(len(it["positions"]) for it in games)
+        return b"".join(json.dumps(make_game(engine, it, parameters)).encode() + b"\n" for it in numbers)
 
 
 def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[str, Any]:
@@ -273,11 +261,8 @@ def read_games(work: Path) -> Iterator[dict[str, Any]]:
 
 
 def collect(work: Path) -> tuple[Positions, int]:
-    """The positions of all finished games of a work folder in order, without duplicates, and how many were left out.
-
-    A position is there once, its mirror image and its colour-swapped image included. ValueError for a damaged file and
-    for a folder without a game.
-    """
+    """The positions of all finished games of a work folder in order, without duplicates (mirror images and swapped
+    colours included), and how many were left out. ValueError for a damaged file and a folder without a game."""
     parameters = json.dumps(provenance(work)["generator"]["parameters"], sort_keys=True)
     known: set[bytes] = set()
     parts, total = [], 0
@@ -320,11 +305,8 @@ def provenance(work: Path) -> dict[str, Any]:
 
 
 def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[ShardInfo]:
-    """Write both splits as shards of SHARD records, game order kept (the loader shuffles).
-
-    ValueError where the folder holds shards: a catalogue would take those that grew for damaged, and those that there
-    are fewer of now would stay in use.
-    """
+    """Write both splits as shards of SHARD records, game order kept. ValueError where the folder holds shards: a
+    catalogue would take those that grew for damaged, and some of the old would stay in use."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.npz")):
         raise ValueError(f"{folder} holds shards already: give another folder, or delete that one")
@@ -342,9 +324,8 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
 def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
     """Pack the finished games of `work` into shards in `out`, and write them as `games.pgn` in `work`.
 
-    Games are whole in one split, about 5 % of them in validation. Returns the numbers of shards, of train and
-    validation positions and of duplicates left out. Raises ValueError for an empty or damaged work folder, and where
-    `out` holds shards.
+    Returns the numbers of shards, of positions of each split and of duplicates left out. Raises ValueError for an empty
+    or damaged work folder, and where `out` holds shards.
     """
     work = Path(work)
     positions, duplicates = collect(work)
@@ -365,7 +346,8 @@ def turned(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
 
 
 def encode(positions: Positions) -> bytes:
-    """Positions to the bytes that ship; deterministic."""
+    """Positions to the bytes that ship; deterministic. Boards are in real colours, so that those of a game repeat, and
+    policy levels without indices, because the legal moves follow from the board."""
     records = positions.records
     pieces, black = records["pieces"], records["side"] == 1
     first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
@@ -402,10 +384,7 @@ def decode(data: bytes) -> Positions:
 
 
 def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Compresses the positions of a work folder (sample.generate) into `folder`; returns the manifest.
-
-    For the makers of the package: it needs the work folder, minutes, and room for the unpacked shards.
-    """
+    """Compresses the positions of a work folder (`generate`) into `folder`, in minutes; returns the manifest."""
     positions, _ = collect(Path(work))
     meta = provenance(Path(work))
     data = encode(positions)
