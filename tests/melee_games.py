@@ -21,9 +21,9 @@ from matrixlib.tasks.melee.columns import (
     RIGHT,
 )
 from matrixlib.tasks.melee.controller import STICK_CLASSES, Statistics
-from matrixlib.tasks.melee.features import ACTIONS, INPUTS
 from matrixlib.tasks.melee.replay import Replay
 from matrixlib.tasks.melee.spec import MeleeTask
+from matrixlib.tasks.melee.windows import ACTIONS, INPUTS
 
 
 def game(frames: int = 200, seed: int = 0, stage: int = 31, **changes: Any) -> Replay:

@@ -49,14 +49,12 @@ def test_3e_4_is_a_number_where_a_float_is_wanted() -> None:
 @pytest.mark.parametrize(
     "section, key, value",
     [
-        ("train", "batch_size", "3e2"),
         ("train", "batch_size", True),
         ("train", "batch_size", 128.0),
         ("train", "steps", "60"),
         ("data", "mirror", 1),
         ("optim", "learning_rate", "nan"),
         ("optim", "schedule", "Cosine"),
-        ("model", "ssl", "piece"),
         ("model", "ssl", ["piece", "piece"]),
     ],
 )
@@ -69,7 +67,6 @@ def test_nothing_else_is_coerced(section: str, key: str, value: Any) -> None:
     "overrides, says",
     [
         ({"optim": {"learning_rat": 1e-4}}, "unknown key 'optim.learning_rat', did you mean 'learning_rate'?"),
-        ({"modle": {}}, "unknown key 'modle', did you mean 'model'?"),
         ({"model": {"policy": {"rnk": 3}}}, "unknown key 'model.policy.rnk', did you mean 'rank'?"),
         ({"optim": {"xyzzy": 1}}, "unknown key 'optim.xyzzy' (known: "),
     ],
@@ -170,7 +167,6 @@ def test_valid_changes_survive_yaml_and_are_the_difference(changes: dict[str, An
         ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe, melee;"),
         ("no_such_module:TASK", "task 'no_such_module:TASK': cannot import 'no_such_module'"),
         ("math:TASK", "task 'math:TASK': module 'math' has no 'TASK'"),
-        (":TASK", "task ':TASK': give a module and a name in it"),
         ("math:pi", "task 'math:pi': pi is float, not a matrixlib.tasks.spec.TaskSpec"),
         (3, "key 'task' is 3; it is one of chess, latin, tictactoe, melee"),
         (None, "key 'task' is missing; it is one of chess, latin, tictactoe, melee"),
@@ -207,16 +203,10 @@ def test_a_curriculum_that_makes_no_sense_is_refused(section: dict[str, Any], sa
 
 def test_reports_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for value, root in (
-        (str(tmp_path), tmp_path),
-        ("~nobody-of-this-name/reports", Path("~nobody-of-this-name/reports")),
-        ("~/reports", tmp_path / "reports"),
-        ("", ROOT / "reports"),
-    ):
+    strange = "~nobody-of-this-name/reports"
+    for value, root in ((strange, Path(strange)), ("~/reports", tmp_path / "reports"), ("", ROOT / "reports")):
         monkeypatch.setenv("MATRIXLIB_REPORTS", value)
         assert files.reports_root() == root
-    monkeypatch.delenv("MATRIXLIB_REPORTS")
-    assert files.reports_root() == ROOT / "reports"
 
 
 BOMB = "task: chess\nz0: &z0 [1]\n" + "".join(f"z{k + 1}: &z{k + 1} [{', '.join([f'*z{k}'] * 9)}]\n" for k in range(12))

@@ -24,7 +24,7 @@ from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Generation, Pairs, load_cycle, read_generations
 from matrixlib.tasks.chess.records import LAYOUT, ids_of, legal_indices
-from matrixlib.tasks.tictactoe.game import LAYOUT as TICTACTOE
+from matrixlib.tasks.tictactoe.spec import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TINY: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 from matrixlib.play import game as games
 from matrixlib.play.game import Game, GameRecord, States
 from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.tictactoe.game import TicTacToe
+from matrixlib.tasks.tictactoe.spec import TicTacToe
 
 GAMES: tuple[Game, ...] = (TicTacToe(), ChessGame())
 BATCH, PLIES = 12, 160

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_latin_task import latin_task
 
 from matrixlib.data.shards import Shard
-from matrixlib.tasks.latin import decode, pool, squares
+from matrixlib.tasks.latin import decode, pool
 from matrixlib.tasks.latin.losses import inside, violations
 from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS, digits, token, token_table
 
@@ -21,20 +21,20 @@ from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS, digits, t
 @pytest.mark.parametrize("size", range(2, 17))
 def test_every_generated_square_is_latin(size: int) -> None:
     """A random swap of four cells leaves 0 % of the squares Latin."""
-    found = squares.generate(size, 5, seed=1)
+    found = pool.generate(size, 5, seed=1)
     assert found.shape == (5, size, size)
-    assert squares.is_latin(found).all()
+    assert pool.is_latin(found).all()
     swapped = found.copy()
     swapped[:, 0, :2] = swapped[:, 0, 1::-1]
-    assert not squares.is_latin(swapped).any()
+    assert not pool.is_latin(swapped).any()
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_generated_squares_are_uniform(size: int) -> None:
     """Chi-square over all squares of the order; 5 standard deviations is one failure in a million."""
-    every, each = squares.every(size), 50
+    every, each = pool.every(size), 50
     number = {square.tobytes(): i for i, square in enumerate(every)}
-    found = squares.generate(size, each * len(every), seed=7)
+    found = pool.generate(size, each * len(every), seed=7)
     hits = np.bincount([number[square.tobytes()] for square in found], minlength=len(every))
     freedom = len(every) - 1
     statistic = ((hits - each) ** 2 / each).sum()
@@ -43,27 +43,27 @@ def test_generated_squares_are_uniform(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_squares_of_a_small_order(size: int) -> None:
-    found = squares.every(size)
-    assert len(np.unique(found, axis=0)) == len(found) == squares.COUNTS[size]
-    assert squares.is_latin(found).all()
+    found = pool.every(size)
+    assert len(np.unique(found, axis=0)) == len(found) == pool.COUNTS[size]
+    assert pool.is_latin(found).all()
     with pytest.raises(ValueError, match="too many"):
-        squares.every(6)
+        pool.every(6)
     with pytest.raises(ValueError, match=r"size must lie in 2\.\.16"):
-        squares.generate(17, 1, 0)
+        pool.generate(17, 1, 0)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 575), st.integers(0, 2**16 - 1))
 def test_marginals_are_those_of_the_completions(index: int, mask: int) -> None:
-    every = squares.every(4)
+    every = pool.every(4)
     hidden = np.array([mask >> i & 1 for i in range(16)], bool).reshape(4, 4)
     puzzle = np.where(hidden, -1, every[index].astype(int))
     completions = every[((every == puzzle) | hidden).all((1, 2))]
-    counts, number = squares.marginals(puzzle)
+    counts, number = pool.marginals(puzzle)
     assert number == len(completions)
     assert np.array_equal(counts, (completions[..., None] == np.arange(4)).sum(0))
     with pytest.raises(ValueError, match="10 completions or more"):
-        squares.marginals(np.full((4, 4), -1), limit=10)
+        pool.marginals(np.full((4, 4), -1), limit=10)
 
 
 # Vocabulary
@@ -98,15 +98,15 @@ def test_records_hold_the_squares(size: int, seed: int) -> None:
 
 def test_training_and_held_out_squares_have_nothing_in_common(tmp_path: Path) -> None:
     """A split of an array of indices puts equal squares of small orders on both sides."""
-    assert [pool.held_out(squares.every(size)).sum() for size in (3, 4)] == [2, 72]
-    assert abs(pool.held_out(squares.generate(9, 4000, 0)).mean() - 1 / 8) < 0.03
+    assert [pool.held_out(pool.every(size)).sum() for size in (3, 4)] == [2, 72]
+    assert abs(pool.held_out(pool.generate(9, 4000, 0)).mean() - 1 / 8) < 0.03
     pool.build(tmp_path, range(3, 7), 800, seed=0)
     for size in range(3, 7):
         sides = {}
         for split, rows in (("train", 700), ("validation", 100)):
             shard = Shard(tmp_path / f"size{size:02}_{split}.npz", pool.LAYOUT)
             found = pool.unpack(shard.gather(np.arange(len(shard)))["records"], size)
-            assert squares.is_latin(found).all()
+            assert pool.is_latin(found).all()
             assert (len(found), shard.meta["source"]) == (rows, pool.source(size))
             sides[split] = {square.tobytes() for square in found}
             assert len(sides[split]) == shard.meta["distinct"]
@@ -130,13 +130,13 @@ def test_permuted_squares_are_latin_and_never_held_out() -> None:
     """The orbit of a square of size 3 is all twelve, those held out among them."""
     keys = np.arange(1, 2001)
     for size in (3, 4, 5, 6):
-        start = next(s for s in squares.generate(size, 50, 2) if not pool.held_out(s[None])[0])
+        start = next(s for s in pool.generate(size, 50, 2) if not pool.held_out(s[None])[0])
         grid = np.zeros((len(keys), 6, 6), np.uint8)
         grid[:, :size, :size] = start
         moved = pool.isotopes(grid, np.full(len(keys), size), keys)
         found = moved[:, :size, :size]
         assert moved.sum() == found.sum(), "nothing outside"
-        assert squares.is_latin(found).all()
+        assert pool.is_latin(found).all()
         assert not pool.held_out(found).any()
         distinct = len(np.unique(found, axis=0))
         assert distinct == 10 if size == 3 else distinct > 100
@@ -193,7 +193,7 @@ def test_the_baseline_without_a_network_is_known(size: int, low: float, high: fl
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_beam_search_fills_by_the_rules(width: int) -> None:
-    made = torch.from_numpy(squares.generate(4, 40, 0).astype(np.int64))
+    made = torch.from_numpy(pool.generate(4, 40, 0).astype(np.int64))
     size = torch.full((40,), 4)
     hidden = torch.rand((40, 4, 4), generator=generator()) < torch.linspace(0, 1, 40)[:, None, None]
     cells = torch.where(hidden, -1, made)
@@ -205,7 +205,7 @@ def test_a_network_that_knows_fills_everything_in_any_way() -> None:
     made = torch.zeros(6, 5, 5, dtype=torch.int64)
     size = torch.tensor([5, 4, 3, 5, 4, 3])
     for i, n in enumerate(size.tolist()):
-        made[i, :n, :n] = torch.from_numpy(squares.generate(n, 1, i)[0].astype(np.int64))
+        made[i, :n, :n] = torch.from_numpy(pool.generate(n, 1, i)[0].astype(np.int64))
     cells, _ = empty(6, 5)
     target = torch.where(inside(size, 5), made, -1)
     one = decode.fill_one(cells, size, oracle(made), generator())
@@ -229,7 +229,7 @@ def test_a_puzzle_that_has_no_completion_is_not_valid() -> None:
 
 def test_rates_stand_beside_their_baselines() -> None:
     task: Any = latin_task()
-    pools = {size: made[pool.held_out(made)] for size in (3, 4) for made in (squares.every(size),)}
+    pools = {size: made[pool.held_out(made)] for size in (3, 4) for made in (pool.every(size),)}
     rates = decode.rates(task.build_model(), pools, ("standard", "negative"), grids=60)
     by = {(rate["size"], rate["mode"], rate["fill"]): rate for rate in rates}
     assert len(by) == len(rates) == 2 * 2 * 4
@@ -247,6 +247,6 @@ def test_rates_stand_beside_their_baselines() -> None:
 @pytest.mark.parametrize(("size", "share"), [(3, 0.96), (4, 0.89), (5, 0.84)])
 def test_what_a_perfect_network_reaches_at_half_to_seven_tenths(size: int, share: float) -> None:
     rng = np.random.default_rng(0)
-    made = squares.generate(size, 400, 0)
+    made = pool.generate(size, 400, 0)
     hidden = rng.random(made.shape) >= rng.uniform(0.5, 0.7, 400)[:, None, None]
     assert decode.exact_rate(made, hidden) == pytest.approx(share, abs=0.06)

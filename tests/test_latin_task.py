@@ -15,7 +15,7 @@ from matrixlib.engine import onnx
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import refuse_below_floor
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.latin import losses, model, pool, squares
+from matrixlib.tasks.latin import losses, model, pool
 from matrixlib.tasks.latin.losses import tokens
 from matrixlib.tasks.latin.model import LatinNet
 from matrixlib.tasks.latin.spec import LatinTask
@@ -42,7 +42,7 @@ def records(sizes: tuple[int, ...] = (3, 4, 5), each: int = 8, seed: int = 0) ->
 
 
 def _training(size: int, count: int, seed: int) -> np.ndarray:
-    made = squares.generate(size, 4 * count, seed)
+    made = pool.generate(size, 4 * count, seed)
     return made[~pool.held_out(made)][:count]
 
 
@@ -62,7 +62,7 @@ def logits_for(target: torch.Tensor, n: int, sharp: float = 50.0) -> torch.Tenso
 
 def test_the_stage_decides_size_mode_and_fill() -> None:
     task = latin_task(data={"easy_share": 0.0})
-    rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
+    rows = pool.pack(np.resize(pool.every(4), (4000, 4, 4)))
     found = batch(at(task, (4, 4), (0.5, 0.7), "standard", "negative", "zero_inclusive"), rows)
     assert found["square"].shape == (4000, 4, 4)
     shares = torch.bincount(found["mode"], minlength=3) / 4000
@@ -77,7 +77,7 @@ def test_the_stage_decides_size_mode_and_fill() -> None:
 
 def test_some_puzzles_stay_easy() -> None:
     """With next to nothing revealed no identity can be learned."""
-    rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
+    rows = pool.pack(np.resize(pool.every(4), (4000, 4, 4)))
     empty = at(latin_task(data={"easy_share": 0.5}), (4, 4), (0.0, 0.0))
     hidden = batch(empty, rows)["hidden"].flatten(1).all(1).double().mean()
     assert 0.5 <= hidden < 0.56
@@ -158,7 +158,7 @@ def test_the_constraint_is_that_of_the_mode_s_own_digits(mode: str) -> None:
 def test_uniform_predictions_satisfy_the_constraint_on_an_empty_grid() -> None:
     """So the term cannot break the symmetry; with givens it costs something."""
     size = torch.tensor([4, 3])
-    target = torch.from_numpy(pool.unpack(pool.pack(squares.every(4)[:2]), 4)).long()
+    target = torch.from_numpy(pool.unpack(pool.pack(pool.every(4)[:2]), 4)).long()
     empty = torch.ones(2, 4, 4, dtype=torch.bool)
     empty[1, 3] = empty[1, :, 3] = False
     assert losses.constraint_chance(target, empty, size) == pytest.approx(0, abs=1e-9)

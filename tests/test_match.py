@@ -12,7 +12,7 @@ from matrixlib.play.game import uniform
 from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards
-from matrixlib.tasks.tictactoe.game import TicTacToe, best_moves
+from matrixlib.tasks.tictactoe.spec import TicTacToe, best_moves
 
 GAME = TicTacToe()
 

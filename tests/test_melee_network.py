@@ -16,8 +16,8 @@ from matrixlib.tasks.melee import imitation
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, NEUTRAL, Head, Statistics
 from matrixlib.tasks.melee.imitation import Frames, figures
-from matrixlib.tasks.melee.losses import Objective
-from matrixlib.tasks.melee.model import MeleeNet, gumbel
+from matrixlib.tasks.melee.model import MeleeNet, Objective, gumbel
+from matrixlib.tasks.melee.spec import TASK
 
 TRUNKS = ("mlp", "residual", "gru", "lstm", "transformer")
 
@@ -248,7 +248,7 @@ def test_a_state_from_after_the_target_is_seen(shift: int, honest: bool) -> None
     given["target"][onsets, BUTTONS.index("B")] = 1
     given["new_action"][(onsets + shift) % 1000] = True
     given["new_action"][7::30] = True
-    below, (_, no_leak, _) = imitation.checks(figures(given))
+    below, (_, no_leak, _) = TASK.checks(figures(given))
     assert no_leak is honest
     assert below[1], "certain of what is true"
 

@@ -16,15 +16,14 @@ from matrixlib.data.shards import Batch, Shard, concat, select
 from matrixlib.engine import onnx
 from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import resolve
-from matrixlib.tasks.melee import columns, features
+from matrixlib.tasks.melee import columns, windows
 from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, choices_of, controllers
-from matrixlib.tasks.melee.features import INPUTS, PLACE
+from matrixlib.tasks.melee.importer import unpack_sample
 from matrixlib.tasks.melee.player import MeleeOnnx, Player, export
 from matrixlib.tasks.melee.replay import Replay
-from matrixlib.tasks.melee.sample_set import unpack_sample
 from matrixlib.tasks.melee.spec import MeleeTask
-from matrixlib.tasks.melee.windows import augment, cut, plain, stretches
+from matrixlib.tasks.melee.windows import INPUTS, PLACE, augment, cut, plain, stretches
 
 PLAIN = MeleeDataConfig(mirror=0.0, noise=0.0, random_start=False)
 
@@ -149,8 +148,8 @@ def test_what_a_version_does_not_record_is_told() -> None:
     replay = game(known=columns.SPEEDS | columns.ITEMS)
     replay.players["hitstun"], replay.players["action_frame"], replay.players["jumps"] = np.nan, np.nan, columns.UNKNOWN
     out = plain(stretches(replay, False), PLAIN)["numeric"]
-    told = {name: set(out[..., PLACE[f"known {name}"]].flat) for name in features.KNOWN}
-    assert told == {name: {float(name in ("speeds", "items"))} for name in features.KNOWN}
+    told = {name: set(out[..., PLACE[f"known {name}"]].flat) for name in windows.KNOWN}
+    assert told == {name: {float(name in ("speeds", "items"))} for name in windows.KNOWN}
     assert np.isfinite(out).all()
 
 
@@ -160,8 +159,8 @@ def test_the_numbers_of_a_player_by_hand() -> None:
     player["percent"], player["shield"], player["x"], player["y"], player["speeds"] = 50, 30, -20, 10, (1, 2, 3, 4, 5)
     player["hitstun"], player["action_frame"], player["stocks"], player["jumps"] = 12, 15, 3, 1
     player["flags"] = columns.LEFT | columns.AIR | columns.SAFE
-    out = features.inputs(window_of(replay, 1))["numeric"][0, 0]
-    told = [out[PLACE[f"own {name}"]] for name in features.LEADER]
+    out = windows.inputs(window_of(replay, 1))["numeric"][0, 0]
+    told = [out[PLACE[f"own {name}"]] for name in windows.LEADER]
     state, speeds, rest = [0.5, -1, -1, 0.5, 1, 1 / 6, 0.3, 0], [0.5, 1, 1.5, 2, 2.5], [0.1, 0.25, 0.75, 65 / 85]
     assert told == pytest.approx([*state, *speeds, *rest], rel=1e-3)  # of a half
     assert (out[PLACE["stage Battlefield"]], out[PLACE["stage other"]]) == (1, 0)
@@ -210,11 +209,11 @@ def test_noise_is_on_measured_inputs_alone() -> None:
     before = plain(batch, PLAIN)["numeric"]
     moved = augment(batch, data, np.random.default_rng(0))["numeric"] - before
     assert (moved[before == 0] == 0).all(), "nothing is made of what is not there, or unknown"
-    places = [place for place in features.CONTINUOUS.tolist() if before[..., place].any()]
+    places = [place for place in windows.CONTINUOUS.tolist() if before[..., place].any()]
     assert (moved != 0).any((0, 1)).nonzero()[0].tolist() == places
     assert moved[before != 0].std() < 0.1
     assert moved[..., PLACE["own x"]].std() == pytest.approx(0.1, rel=0.1)
-    names = {INPUTS[place] for place in features.CONTINUOUS}
+    names = {INPUTS[place] for place in windows.CONTINUOUS}
     assert "own percent" in names
     assert not {name for name in names if re.search("there|stage|previous|kind|known", name)}
 
@@ -222,7 +221,7 @@ def test_noise_is_on_measured_inputs_alone() -> None:
 def test_a_frame_as_it_is_played_is_the_frame_of_a_window() -> None:
     replay = game(150)
     whole = window_of(replay, 130, delay=3)
-    together = features.inputs(whole)
+    together = windows.inputs(whole)
     held = replay.controllers[:, 0]
     for frame in (0, 19, 60, 120):
         second = {1: replay.follower["state"][frame]} if frame < 20 else None
@@ -230,9 +229,9 @@ def test_a_frame_as_it_is_played_is_the_frame_of_a_window() -> None:
         state["self"], state["other"] = replay.players[frame]
         items = replay.item[replay.item["at"] == frame]
         items["owner"] = 1
-        one = features.live(state, held[frame + 3], columns.FIRST + frame, replay.stage, 3, second, items)
+        one = windows.live(state, held[frame + 3], columns.FIRST + frame, replay.stage, 3, second, items)
         for scene in (one, whole[:, frame : frame + 1]):
-            for name, values in features.inputs(scene).items():
+            for name, values in windows.inputs(scene).items():
                 assert (values[0, 0] == together[name][0, frame]).all(), (name, frame)
 
 
@@ -283,7 +282,7 @@ def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
         logits.append(player.logits)
         choices.append(player.decision)
     window["previous"] = controllers(np.stack([NEUTRAL, *choices[:-1]]))
-    arrays = features.inputs(window) | {"choices": np.stack(choices)[None]}
+    arrays = windows.inputs(window) | {"choices": np.stack(choices)[None]}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     inputs = {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}
     with torch.inference_mode():
@@ -323,7 +322,7 @@ def test_a_file_says_what_its_numbers_are() -> None:
     net = network(data={"delay": [0, 3]})
     told = MeleeOnnx(net.model, net.task).metadata()  # type: ignore
     assert told["task"] == "melee"
-    assert json.loads(told["numeric"]) == list(features.INPUTS)
+    assert json.loads(told["numeric"]) == list(windows.INPUTS)
     assert json.loads(told["choices"])[:2] + json.loads(told["choices"])[-2:] == ["A", "B", "c_y", "shoulder"]
     assert (json.loads(told["delay"]), json.loads(told["delay_unit"])) == ([0, 3], 18)
 

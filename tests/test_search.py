@@ -12,7 +12,7 @@ from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.tree import considered_visits
 from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.tictactoe.game import TicTacToe
+from matrixlib.tasks.tictactoe.spec import TicTacToe
 
 NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
 # Exploration c = 1 whatever the visits, nothing taken off untried moves, one leaf at a time.

@@ -15,7 +15,7 @@ from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks.chess.game import ChessGame, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices
-from matrixlib.tasks.tictactoe.game import TicTacToe
+from matrixlib.tasks.tictactoe.spec import TicTacToe
 
 GAME = TicTacToe()
 OPTIONS = SelfPlayOptions(parallel=7, num_simulations=24, num_quick_simulations=6, full_share=0.5)

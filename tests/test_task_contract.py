@@ -17,12 +17,12 @@ from matrixlib.play.game import uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_games import load_cycle
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.latin import pool, squares
+from matrixlib.tasks.latin import pool
 from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.spec import LatinTask
 from matrixlib.tasks.melee.windows import stretches
-from matrixlib.tasks.tictactoe.game import UNKNOWN, TicTacToe, training_batch
-from matrixlib.tasks.tictactoe.spec import TicTacToeTask
+from matrixlib.tasks.tictactoe.spec import TASK as TICTACTOE
+from matrixlib.tasks.tictactoe.spec import UNKNOWN, TicTacToe, TicTacToeTask
 
 FORBIDDEN = (np.uint16, np.uint32, np.uint64)
 
@@ -69,17 +69,12 @@ def check_prepare(task: Task, host_batch: dict[str, np.ndarray]) -> Batch:
 
 def share_of(batch: dict[str, np.ndarray], share: RankSlice) -> dict[str, np.ndarray]:
     """The stored rows of a share."""
-    ragged = {name.removesuffix("_offset"): () for name in batch if name.endswith("_offset")}
-    members = {
-        group: {name.removeprefix(f"{group}_"): batch[name].dtype for name in batch if _of_group(name, group)}
-        for group in ragged
-    }
+    groups: dict[str, Any] = {name.removesuffix("_offset"): {} for name in batch if name.endswith("_offset")}
+    for name in batch.keys() - {"records", *(f"{group}_offset" for group in groups)}:
+        group, _, member = name.partition("_")
+        groups[group][member] = batch[name].dtype
     rows = share.rows(np.arange(len(batch["records"])))
-    return select(batch, rows, Layout("toy", 1, batch["records"].dtype, members))
-
-
-def _of_group(name: str, group: str) -> bool:
-    return name.startswith(f"{group}_") and name != f"{group}_offset"
+    return select(batch, rows, Layout("toy", 1, batch["records"].dtype, groups))
 
 
 def assert_rows(part: np.ndarray, whole: np.ndarray, name: str) -> None:
@@ -178,7 +173,7 @@ def test_latin_task_keeps_the_contract(options: dict[str, Any], smoothing: float
     model = {"width": 16, "layers": 1, "heads": 2, **options}
     config = load("latin_quick", {"model": model, "loss": {"label_smoothing": smoothing}})
     assert isinstance(config, LatinConfig)
-    records = np.concatenate([pool.pack(squares.generate(size, 8, seed=size)) for size in (3, 4, 5)])
+    records = np.concatenate([pool.pack(pool.generate(size, 8, seed=size)) for size in (3, 4, 5)])
     check_task(LatinTask(config), {"records": records})
 
 
@@ -197,7 +192,7 @@ def test_melee_keeps_the_contract(sections: dict[str, Any]) -> None:
 def test_tic_tac_toe_keeps_the_contract() -> None:
     config = load_cycle("tictactoe").network
     games = list(play_games(TicTacToe(), uniform, range(6), SelfPlayOptions(parallel=6, num_simulations=8)))
-    batch = training_batch(games, {number: number for number in range(6)})
+    batch = TICTACTOE.game.batch(games, {number: number for number in range(6)})
     batch["records"]["result"][::5] = UNKNOWN
     batch["records"]["policy"][::7] = 0
     check_task(TicTacToeTask(config), batch)

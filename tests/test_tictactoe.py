@@ -21,8 +21,16 @@ from matrixlib.play.match import play_pairs, random_player, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_games import load_cycle
-from matrixlib.tasks.tictactoe.game import LAYOUT, UNKNOWN, TicTacToe, best_moves, perfect_player, solve
-from matrixlib.tasks.tictactoe.spec import SYMMETRIES, TicTacToeTask
+from matrixlib.tasks.tictactoe.spec import (
+    LAYOUT,
+    SYMMETRIES,
+    UNKNOWN,
+    TicTacToe,
+    TicTacToeTask,
+    best_moves,
+    perfect_player,
+    solve,
+)
 from matrixlib.tasks.tictactoe.spec import TASK as SPEC
 
 GAME = TicTacToe()

@@ -20,7 +20,6 @@ from matrixlib.tasks import get_task, load, parse_config
 
 if TYPE_CHECKING:
     from matrixlib.engine.network import Network
-    from matrixlib.tasks.spec import Viewer
 
 NETWORKS = 4  # kept in memory
 
@@ -74,7 +73,7 @@ def _loaded(run: str, checkpoint: str, device: str, there: tuple[str, ...]) -> N
 
 
 @lru_cache(NETWORKS)
-def viewer(run: str, file: str, count: int, device: str) -> Viewer | None:
+def viewer(run: str, file: str, count: int, device: str) -> Any:
     """`count` held-out rows of the run's data set, or what is in `file` unless it is empty; None where its task has
     nothing to show."""
     task = task_of(run, device)

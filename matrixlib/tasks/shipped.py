@@ -62,32 +62,27 @@ def unpack(folder: Path, name: str, write: Write, cache: Path | None = None) -> 
     shipped file is damaged or the cache is read-only.
     """
     manifest = read_manifest(folder)
-    root = cache if cache is not None else cache_root()
+    root, path = cache or cache_root(), folder / manifest["file"]
     target = root / f"{name}-{manifest['sha256'][:12]}"
     if not damage(target, manifest):
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
-            if damage(target, manifest):  # else another process was faster
-                _make(folder, name, write, manifest, target)
+            if not damage(target, manifest):  # another process was faster
+                return target
+            data = path.read_bytes() if path.is_file() else b""
+            if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+                raise ValueError(f"{path} is missing or damaged: {REINSTALL}")
+            for left in root.glob(f"{name}-*.tmp"):  # of killed processes: the lock is ours
+                shutil.rmtree(left)
+            temporary = target.with_name(f"{target.name}.tmp")
+            write(temporary, data, manifest["meta"])
+            if bad := damage(temporary, manifest):
+                shutil.rmtree(temporary)
+                raise ValueError(f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}")
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(temporary, target)
     except OSError as error:
         raise ValueError(f"{root} cannot be written ({error}): set MATRIXLIB_CACHE to another folder") from error
     return target
-
-
-def _make(folder: Path, name: str, write: Write, manifest: dict[str, Any], target: Path) -> None:
-    """Makes `target` anew: written beside it, checked, renamed. The lock is held."""
-    path = folder / manifest["file"]
-    data = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-        raise ValueError(f"{path} is missing or damaged: {REINSTALL}")
-    for left in target.parent.glob(f"{name}-*.tmp"):  # of killed processes: the lock is ours
-        shutil.rmtree(left)
-    temporary = target.with_name(f"{target.name}.tmp")
-    write(temporary, data, manifest["meta"])
-    if bad := damage(temporary, manifest):
-        shutil.rmtree(temporary)
-        raise ValueError(f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)

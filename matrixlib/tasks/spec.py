@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.data.remote import bring_catalogue, is_remote
@@ -96,21 +96,6 @@ class GameSpec(ABC):
     def checks(self, perfection: Mapping[str, float]) -> list[Check]:
         """What must hold of the best network, by these figures."""
         return []
-
-
-class Viewer(Protocol):
-    """Rows to look through one after the other."""
-
-    def __len__(self) -> int: ...
-
-    def figure(self, net: Any, item: int) -> Any:
-        """What a network makes of one row, as a cell displays it."""
-
-    def board(self, net: Any, item: int, widget: Any = None) -> Any:
-        """The same as a widget for a front end: `widget`, changed, where there is one already."""
-
-    def check(self, net: Any) -> Check:
-        """What must hold of all that it makes of them."""
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -248,9 +233,13 @@ class TaskSpec(ABC, Generic[ConfigT]):
             if (chance := figures["baselines"].get(f"chance_{name}")) is not None
         ]
 
-    def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Viewer | None:
+    def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Any:
         """`count` held-out rows (held_out opens the data set) to look through, or what a file of the user's holds;
-        None: there is nothing to see. ValueError for a file that does not fit."""
+        None: there is nothing to see. ValueError for a file that does not fit.
+
+        It has a length, `figure(net, item)` as a cell displays it, `board(net, item, widget=None)` as a widget (the
+        given one, changed), and `check(net) -> Check`: what must hold of all that a network makes of them.
+        """
         return None
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:

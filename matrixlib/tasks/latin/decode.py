@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from matrixlib.tasks.latin import squares
+from matrixlib.tasks.latin import pool
 from matrixlib.tasks.latin.losses import digit_log_probabilities, inside, tokens, violations
 from matrixlib.tasks.latin.vocabulary import MODES, token_table
 
@@ -138,10 +138,9 @@ def rates(
     range of fill; shares in 0..1. The same seed makes the same puzzles, in all modes, and the same baselines.
 
     pools: size -> (count, n, n) digit indices, drawn from with repetition. valid: completed by the best digits of one
-    pass. exact: the same with the exact probabilities in the network's place, which no network can beat by much; None
-    where they cannot be counted. accuracy: hidden cells whose best digit is the square's (1 cannot be reached where a
-    puzzle has several completions). violations: repeated digits a grid after one pass. iterative, beam: valid by
-    decoding; *_baseline: the same without a network.
+    pass; exact: by the exact probabilities, None where they cannot be counted. accuracy: hidden cells whose best digit
+    is the square's. violations: repeated digits a grid after one pass. iterative, beam: valid by decoding; *_baseline:
+    the same without a network.
     """
     model.eval()
     kinds = itertools.product(pools, modes, FILLS)
@@ -189,5 +188,5 @@ def _share(hits: Tensor) -> float:
 def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
     """Share of puzzles (G, n, n) that are valid with the most frequent digit of all completions in each hidden cell."""
     cells = np.where(hidden, -1, square)
-    best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
-    return float(squares.is_latin(np.where(hidden, best, square)).mean())
+    best = np.stack([pool.marginals(puzzle)[0].argmax(2) for puzzle in cells])
+    return float(pool.is_latin(np.where(hidden, best, square)).mean())

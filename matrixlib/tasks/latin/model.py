@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from matrixlib.engine import onnx
 from matrixlib.tasks.latin.config import LatinModelConfig
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, SIDE, TOKENS, token_table
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, SIDE, TOKENS
 
 RELATIONS = 4  # between two cells: 0 the same, 1 same row, 2 same column, 3 neither
 DEVIATION = 0.02  # of the initial weights
@@ -63,9 +63,6 @@ class LatinNet(nn.Module):
         self.size = nn.Embedding(SIDE + 1, width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, TOKENS)
-        self._initialise()
-
-    def _initialise(self) -> None:
         for name, parameter in self.named_parameters():
             if name.endswith("relation"):
                 # Heads start with an eye for rows and for columns in turn.
@@ -139,15 +136,11 @@ def export(model: LatinNet, path: Path | str) -> onnx.OnnxFile:
     """Write a network for Latin squares as ONNX; errors as of `engine.onnx.export`. Compared inside the grids, over all
     sizes and modes and batches of 1 and 3."""
     sizes = range(3, SIDE + 1)
-    return onnx.export(LatinOnnx(model), path, [puzzles(rows, size, seed=0) for size in sizes for rows in (1, 3)])
+    return onnx.export(LatinOnnx(model), path, [_grids(rows, size) for size in sizes for rows in (1, 3)])
 
 
-def puzzles(count: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs for `count` grids of a size, about half revealed by random digits, the modes in turn: (b, 16, 16), (b,),
-    (b,) int64."""
-    rng = np.random.default_rng([seed, size])
-    mode = np.arange(count) % len(MODES)
+def _grids(count: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs for `count` grids of a size, of random tokens, the modes in turn: (b, 16, 16), (b,), (b,) int64."""
     grid = np.full((count, SIDE, SIDE), PAD, np.int64)
-    digits = token_table()[mode, size][np.arange(count)[:, None, None], rng.integers(0, size, (count, size, size))]
-    grid[:, :size, :size] = np.where(rng.random(digits.shape) < 0.5, digits, EMPTY)
-    return grid, np.full(count, size, np.int64), mode
+    grid[:, :size, :size] = np.random.default_rng(size).integers(EMPTY, TOKENS, (count, size, size))
+    return grid, np.full(count, size, np.int64), np.arange(count) % len(MODES)

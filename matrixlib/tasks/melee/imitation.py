@@ -4,12 +4,12 @@ At 60 frames a second a controller mostly stays as it is, so accuracies say litt
 the buttons right. What counts is what a network says where something changes: at the frame in which a button goes down
 (an *onset*), in which a stick moves.
 
-Shapes: n valid frames; choices (n, 13) and log-likelihoods as in controller.py and losses.py.
+Shapes: n valid frames; choices (n, 13) and log-likelihoods as in controller.py and model.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,10 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head
-from matrixlib.tasks.melee.losses import log_likelihood
-from matrixlib.tasks.melee.model import gumbel
-from matrixlib.tasks.spec import Check
+from matrixlib.tasks.melee.model import gumbel, log_likelihood
 
 ATTACKS = [BUTTONS.index(name) for name in ("A", "B", "X", "Y", "Z")]
 """Buttons that begin a new action."""
-MAX_LEAK = 3.0
-"""Times that an action may have changed more often where a button is about to go down: with a state that is one after
-the target it was 7.6 times, paired as here a third."""
 Frames = dict[str, np.ndarray]
 """What is to be judged, by name: see `judge`."""
 
@@ -158,12 +153,3 @@ def _shares(values: np.ndarray, head: Head) -> np.ndarray:
 def mean(values: np.ndarray) -> float:
     """0 of nothing."""
     return float(np.mean(values, dtype=np.float64)) if len(values) else 0.0
-
-
-def checks(figures: Mapping[str, Any]) -> list[Check]:
-    """What holds of any network that has learned something, and of data that give nothing away."""
-    total, leak = figures["total"], figures["leak"]
-    better, honest = total["nll"] < total["constant"], leak["at_onsets"] <= MAX_LEAK * leak["anywhere"]
-    nats = f"{total['nll']:.3f} nats a frame, {total['constant']:.3f}"
-    text = f"the action has just changed at {leak['at_onsets']:.1%} of the onsets, in {leak['anywhere']:.1%} of all"
-    return [("held-out log-loss below a constant predictor's", better, nats), ("no leak", honest, text)]

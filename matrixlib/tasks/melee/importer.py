@@ -2,26 +2,34 @@
 
 A folder of replays is one import, a replay one entry of it. Which replays are held out follows from their bytes: about
 one in HELD_OUT, and the first new one where nothing else would be and there are others to train on.
+
+The sample set that ships, `sample/`, is made by `python -m matrixlib.tasks.melee.importer FOLDER`: what `replay.read`
+gives of each game, for each byte of a frame an array along time, so that successive values are alike.
 """
 
 import hashlib
+import io
+import lzma
 import os
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.imports import ImportReport, Storage, files_of, hash_of, import_each, import_logs
-from matrixlib.data.shards import Shard, concat, file_hash
+from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, write_shard
 from matrixlib.files import from_home
-from matrixlib.tasks.melee.columns import LAYOUT
-from matrixlib.tasks.melee.replay import NoGame, ReplayError, read
+from matrixlib.tasks.melee.columns import CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER
+from matrixlib.tasks.melee.replay import NoGame, Replay, ReplayError, read
 from matrixlib.tasks.melee.windows import figures, stretches
+from matrixlib.tasks.shipped import read_manifest, unpack, write_shipped
 
 VERSION = 1  # of what decides about names and bytes
 SHARD = 2048  # rows of a shard: some 17 MB, six games
@@ -76,12 +84,12 @@ def import_replays(
     """
     named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     replays = {path: _replays(path) for path in named}
-    before = _thresholds(Path(folder))
+    before, stored, holds_out = _before(Path(folder))
     known = {path: before[digest] for path in named if before and (digest := hash_of(path)) in before}
     new = [file for path in named if path not in known for file in replays[path]]
-    split = threshold({file_hash(file): file for file in new}, *_games(Path(folder)))
+    split = threshold({file_hash(file): file for file in new}, stored, holds_out)
     jobs = [(path, Slippi(known.get(path, split))) for path in named]
-    storage = Storage(LAYOUT, VERSION, SHARD, STEP, _is_held_out, lambda batch: {}, figures)
+    storage = Storage(LAYOUT, VERSION, SHARD, STEP, lambda rows: rows["held_out"] > 0, lambda batch: {}, figures)
     return import_each(jobs, Path(folder), storage, workers, progress, limit)
 
 
@@ -103,20 +111,16 @@ def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_
     return share
 
 
-def _thresholds(folder: Path) -> dict[str, str]:
-    """SHA-256 of what has been imported into a folder -> the threshold then, with which an import goes on."""
-    logs = import_logs(folder) if (folder / NAME).is_file() else []
-    return {log.sha256: log.reader["held_out"] for log in logs if log.source == Slippi.source and log.step == 0}
-
-
-def _games(folder: Path) -> tuple[set[int], bool]:
-    """Ids of the games in a folder, and whether any of them is held out."""
+def _before(folder: Path) -> tuple[dict[str, str], set[int], bool]:
+    """SHA-256 of each import into a folder -> the threshold then, with which it goes on; ids of the games there, and
+    whether any of them is held out."""
     if not (folder / NAME).is_file():
-        return set(), False
+        return {}, set(), False
+    logs = [log for log in import_logs(folder) if log.source == Slippi.source and log.step == 0]
     rows = [row for row in Catalogue(folder, warn=False).shards() if row.source == Slippi.source]
     records = [Shard(row.path, LAYOUT).arrays["records"] for row in rows]
     ids = {game for part in records for game in np.unique(part["game"]).tolist()}
-    return ids, any(_is_held_out(part).any() for part in records)
+    return {log.sha256: log.reader["held_out"] for log in logs}, ids, any(part["held_out"].any() for part in records)
 
 
 def _replays(path: Path) -> list[Path]:
@@ -129,5 +133,73 @@ def _replays(path: Path) -> list[Path]:
     return files
 
 
-def _is_held_out(records: np.ndarray) -> np.ndarray:
-    return records["held_out"] > 0
+# The sample set
+
+SAMPLE = Path(__file__).parent / "sample"
+ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+    "number": (np.dtype("<i8"), ()),
+    "players": (PLAYER, (2,)),
+    "controllers": (CONTROLLER, (2,)),
+    "follower": (FOLLOWER, ()),
+    "item": (ITEM, ()),
+}
+"""Of a replay: kind and shape of each entry."""
+
+
+def encode(games: Sequence[Replay]) -> bytes:
+    """Games to the bytes that ship; deterministic."""
+    columns = {}
+    for number, game in enumerate(games):
+        columns[f"{number} facts"] = np.array([game.stage, *game.ports, game.known], "<i8")
+        for name, (kind, shape) in ARRAYS.items():
+            values = np.ascontiguousarray(getattr(game, name), kind)
+            frames = values.view(np.uint8).reshape(len(values), kind.itemsize * prod(shape))
+            columns[f"{number} {name}"] = np.ascontiguousarray(frames.T)
+    plain = io.BytesIO()
+    np.savez(plain, **columns)  # type: ignore[arg-type]
+    return lzma.compress(plain.getvalue(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
+
+
+def decode(data: bytes) -> list[Replay]:
+    """The inverse of `encode`. The bytes are trusted: their checksum is the caller's to check."""
+    games = []
+    with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
+        for number in range(len(stored.files) // (1 + len(ARRAYS))):
+            fields: dict[str, Any] = {
+                name: np.frombuffer(stored[f"{number} {name}"].T.tobytes(), kind).reshape(-1, *shape)
+                for name, (kind, shape) in ARRAYS.items()
+            }
+            stage, *ports, known = stored[f"{number} facts"].tolist()
+            games.append(Replay(stage, (ports[0], ports[1]), known, **fields))
+    return games
+
+
+def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
+    """Compress the games that the manifest of `folder` names, from a folder of replays; returns the new manifest. For
+    the makers of the package."""
+    old = read_manifest(folder)
+    data = encode([read(Path(replays, game["file"])) for game in old["games"]])
+    with tempfile.TemporaryDirectory() as scratch:
+        infos = _write(Path(scratch), data, old["meta"])
+    return write_shipped(folder, old["file"], data, {"games": old["games"]}, old["meta"], infos)
+
+
+def unpack_sample() -> Path:
+    """The folder with the unpacked shards of the sample set; see `shipped.unpack`."""
+    return unpack(SAMPLE, "melee", _write)
+
+
+def _write(folder: Path, data: bytes, meta: Mapping[str, Any]) -> list[ShardInfo]:
+    """The shards of the games: one of each split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [stretches(game, held_out) for game, held_out in zip(decode(data), meta["held_out"], strict=True)]
+    own, infos = {name: value for name, value in meta.items() if name != "held_out"}, []
+    for split, held_out in (("train", False), ("validation", True)):
+        batch = concat([part for part in rows if bool(part["records"]["held_out"][0]) == held_out], LAYOUT)
+        facts = own | {"split": split, "quality": figures(batch)}
+        infos.append(write_shard(folder / f"sample_{split}.npz", LAYOUT, batch, facts))
+    return infos
+
+
+if __name__ == "__main__":
+    print(ship(sys.argv[1])["bytes"], "bytes")

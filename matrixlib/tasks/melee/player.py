@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matrixlib.engine import onnx
 from matrixlib.engine.network import Network
-from matrixlib.tasks.melee import features
+from matrixlib.tasks.melee import windows
 from matrixlib.tasks.melee.columns import BUTTONS, CHARACTERS, DELAYS, SCENE
 from matrixlib.tasks.melee.controller import AXES, LOGITS, NEUTRAL, Controller, controllers
 from matrixlib.tasks.melee.model import MeleeNet, State, gumbel
@@ -50,17 +50,17 @@ class Player:
 
     @torch.inference_mode()
     def act(self, frame: np.ndarray) -> Controller:
-        """The controller to hold in the next frame, from the state after this one: SCENE (1, 1), as `features.live`
+        """The controller to hold in the next frame, from the state after this one: SCENE (1, 1), as `windows.live`
         makes it. What was decided last is its `previous`, whatever it says.
 
         A network that was trained with a delay decides so many frames ahead: until then the controller rests.
         ValueError for another number of frames.
         """
         if frame.dtype != SCENE or frame.shape != (1, 1):
-            raise ValueError("give one frame at a time, as features.live makes it")
+            raise ValueError("give one frame at a time, as windows.live makes it")
         frame = frame.copy()
         frame["previous"], frame["delay"] = controllers(self.decision), self._delay
-        inputs = {name: self._row(array) for name, array in features.inputs(frame).items()}
+        inputs = {name: self._row(array) for name, array in windows.inputs(frame).items()}
         x, self._remembered = self._model.step(**inputs, state=self._remembered)
         noise = self._temperature * gumbel(torch.rand(1, LOGITS, generator=self._stream)).to(self._device)
         logits, choices = self._model.heads.decide(x, noise, self._correct)
@@ -109,7 +109,7 @@ class MeleeOnnx(onnx.OnnxModule):
         """As JSON: what each number of `numeric` and of `choices` is; the range of `delay` in frames, as input in units
         of `delay_unit`."""
         choices = [*BUTTONS, *AXES, "shoulder"]
-        facts = {"numeric": features.INPUTS, "choices": choices, "delay": self._delays, "delay_unit": DELAYS}
+        facts = {"numeric": windows.INPUTS, "choices": choices, "delay": self._delays, "delay_unit": DELAYS}
         return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
@@ -128,8 +128,8 @@ def frames(module: MeleeOnnx, rows: int, count: int, seed: int = 0) -> list[onnx
     for number in range(count):
         noise = gumbel(torch.from_numpy(rng.random((rows, LOGITS), np.float32))) * (number % 2)
         arrays = (
-            rng.standard_normal((rows, len(features.INPUTS)), np.float32),
-            rng.integers(0, features.ACTIONS, (rows, 2)),
+            rng.standard_normal((rows, len(windows.INPUTS)), np.float32),
+            rng.integers(0, windows.ACTIONS, (rows, 2)),
             rng.integers(0, CHARACTERS, (rows, 2)),
             np.tile(NEUTRAL, (rows, 1)),
         )
