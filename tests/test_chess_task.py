@@ -167,17 +167,6 @@ def test_losses_start_at_chance(rows: Rows, encoding: str, preset: str) -> None:
         assert bounds["value"][0] == pytest.approx(counts["value"] * math.log(3))
 
 
-def test_only_active_heads_are_computed(rows: Rows) -> None:
-    chess_task = task()
-    requested: list[frozenset[str]] = []
-    model = chess_task.build_model()
-    model.register_forward_pre_hook(lambda _, inputs: requested.append(inputs[1]))
-    actual, metrics = chess_task.losses(model, tensors(chess_task.prepare(rows, rng())), frozenset({"value"}))
-    assert set(actual) == {"value"}
-    assert all(name.startswith("value/") for name in metrics)
-    assert requested == [frozenset({"value"})]
-
-
 def test_rows_with_hidden_squares_give_only_the_piece_loss(rows: Rows) -> None:
     chess_task = task()
     model, batch = chess_task.build_model().eval(), tensors(chess_task.prepare(rows, rng()))

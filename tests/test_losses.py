@@ -161,22 +161,6 @@ def test_what_a_temperature_learns_is_the_target_itself(temperature: float) -> N
     assert float(logits.grad.abs().max()) < 1e-5
 
 
-def test_no_valid_row_gives_a_differentiable_zero() -> None:
-    logits, value, maps = (torch.randn(2, *shape, requires_grad=True) for shape in ((MOVES,), (3,), (3, 8, 8)))
-    nothing, squares = torch.zeros(2, dtype=torch.bool), torch.zeros(2, 8, 8, dtype=torch.bool)
-    pads = torch.full((2, 4), -1, dtype=torch.int16)
-    total = (
-        losses.policy_loss(logits, pads, torch.zeros(2, 4), ~nothing, LossConfig())[0]
-        + losses.wdl_loss(value, torch.zeros(2, 3), nothing)[0]
-        + losses.class_loss(maps, torch.zeros(2, 8, 8), squares)[0]
-        + losses.binary_loss(maps[:, :1], torch.zeros(2, 8, 8), squares)[0]
-    )
-    assert float(total.detach()) == 0.0
-    total.backward()
-    for tensor in (logits, value, maps):
-        assert not tensor.grad.any()
-
-
 def test_extreme_logits_stay_finite_and_wrong_ones_are_not_hidden() -> None:
     assert torch.isfinite(one_row([1, 0, 3], [-5e4, 5e4, 0.0], label_smoothing=0.1)[0])
     assert not torch.isfinite(one_row([1, 1], [math.nan, 0.0])[0])
