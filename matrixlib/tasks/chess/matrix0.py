@@ -47,20 +47,16 @@ DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
 IGNORED = frozenset(  # of no effect on the network at the commits that this module reads
     {"visual_encoder_channels", "ssl_curriculum", "ssrl_tasks", "enable_llm_tutor", "llm_model_path"}
 )
-PUBLISHED: dict[str, Any] = {
+PUBLISHED: dict[str, Any] = {  # its published network: what shapes do not show, for files that do not say it either
     "preact": True,
     "activation": "silu",
     "attention_unmasked_mix": 0.2,
     "attention_heads": 20,
     "droppath": 0.1,
 }
-"""Of its published network: what shapes do not show, for files that do not say it either."""
-SCHEMAS = ("model_ema", "model", "model_state_dict")
-"""Where weights stand in a checkpoint, best first; Matrix0's training and matches read them in this order."""
-ALIAS, ORIGINAL = "ssl_head.", "ssl_piece_head."
-"""Keys that repeat the tensors of other keys."""
-WRAPPERS = r"^((_orig_mod|module)\.)+"
-"""Put before every key by torch.compile and DataParallel."""
+SCHEMAS = ("model_ema", "model", "model_state_dict")  # where weights stand in a checkpoint, in Matrix0's order
+ALIAS, ORIGINAL = "ssl_head.", "ssl_piece_head."  # keys that repeat the tensors of other keys
+WRAPPERS = r"^((_orig_mod|module)\.)+"  # prefixes of torch.compile and DataParallel
 NAMES = (  # ours -> its, one after the other
     (r"^stem\.conv", "stem.0"),
     (r"^stem\.norm", "stem.1"),
@@ -170,10 +166,8 @@ def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
     sections = [data.get(name) for name in ("model_config", "config")]
     stored = {k: v for part in sections if isinstance(part, Mapping) for k, v in part.items() if k in DEFAULTS}
     shapes = _shapes(state)
-    unknown = {key: value for key, value in PUBLISHED.items() if key not in stored | shapes}
-    if not shapes["attention"]:
-        unknown = {key: value for key, value in unknown.items() if not key.startswith("attention")}
-    listed = ", ".join(f"{key} {value}" for key, value in unknown.items())
+    unknown = [k for k in PUBLISHED if k not in stored | shapes and (shapes["attention"] or k[:9] != "attention")]
+    listed = ", ".join(f"{key} {PUBLISHED[key]}" for key in unknown)
     message = f"the file does not say how it was configured; as in Matrix0's own: {listed}" if unknown else ""
     return matrix0_config(PUBLISHED | stored | shapes), message
 

@@ -30,16 +30,13 @@ from matrixlib.tasks.chess.planes import SIDE, move_map, planes, unpack_maps
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32
-TAUGHT = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}
-"""Terms of a teacher, and the outputs that learn from it."""
+TAUGHT = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}  # terms -> outputs
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
 class Term(NamedTuple):
-    """A part of the loss.
-
-    loss: from the network's outputs and the batch to the SUM over its items and sums of its metrics. count: valid items
-    of a host batch. floor: the least SUM of such a batch; None: neither that nor chance level is known.
+    """A part of the loss: outputs and batch -> (SUM over its items, sums of its metrics). count: valid items of a host
+    batch. floor: the least SUM of such a batch; None: neither that nor chance level is known.
     """
 
     weight: float
@@ -61,10 +58,8 @@ class ChessTask:
     trunk: Callable[[ModelConfig], nn.Module] | None = None
     heads: tuple[Head, ...] = ()
     loss_functions: Mapping[str, Callable[[dict[str, Any], Batch], Any]] = field(default_factory=dict, hash=False)
-    input_planes: ClassVar[int] = PLANES
-    """That a network takes."""
-    history: ClassVar[int] = 0
-    """Plies before a position that its networks look at."""
+    input_planes: ClassVar[int] = PLANES  # that a network takes
+    history: ClassVar[int] = 0  # plies before a position that its networks look at
 
     @property
     def terms(self) -> dict[str, Term]:
@@ -376,7 +371,6 @@ def boards_of(batch: Batch) -> list[chess.Board]:
 
 
 def _plain(batch: Batch) -> int:
-    """Rows whose whole board is shown."""
     return int(plain_rows(batch).sum())
 
 
@@ -389,17 +383,14 @@ def _hidden(batch: Batch) -> int:
 
 
 def _taught(batch: Batch) -> int:
-    """Rows with a policy target whose whole board is shown."""
     return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], plain_rows(batch)).sum())
 
 
 def _moving(batch: Batch) -> int:
-    """Rows with a legal move whose whole board is shown."""
     return int(soft.policy_rows(batch["policy_index"], plain_rows(batch)).sum())
 
 
 def _own_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-    """What a loss function of one's own gives; ValueError where that is no sum."""
     given = function(out, batch)
     loss, metrics = (given, {}) if isinstance(given, Tensor) else given
     if not isinstance(loss, Tensor) or loss.ndim:

@@ -25,9 +25,7 @@ MOVES = 32  # kept of a position
 NO_MOVE = 255  # a place that no position's list has: at most 218 moves
 MIN_REST = 1e-7  # share of the moves that are left out, at least: float16 may have none left of it
 RECORD = np.dtype([("move", "u1", MOVES), ("log_p", "<f2", MOVES), ("rest", "<f2"), ("wdl", "<f2", 3)])
-LAYOUT = Layout("chess teacher", 1, RECORD, {})
-"""What is kept of a teacher's outputs, 104 bytes a position: its likeliest moves by their places in the list of legal
-moves, the share of all others, and win-draw-loss."""
+LAYOUT = Layout("chess teacher", 1, RECORD, {})  # its likeliest moves by places in the list of legal moves, 104 bytes
 
 
 def policy_rows(index: Tensor, rows: Tensor) -> Tensor:

@@ -40,8 +40,7 @@ class ChessTeacher:
     net: Net
     config: TeacherConfig
     sha256: str
-    blocks: tuple[int, ...] = ()
-    """Whose features the student's are compared with."""
+    blocks: tuple[int, ...] = ()  # whose features the student's are compared with
 
     @classmethod
     def of(cls, net: Net, config: ChessConfig) -> ChessTeacher:
@@ -52,10 +51,8 @@ class ChessTeacher:
         if config.teacher.features:
             tower = getattr(net.model, "tower", None)
             if tower is None:
-                raise ValueError(
-                    f"teacher '{name}' is an ONNX file, whose blocks nobody sees: give its run, or set "
-                    "teacher.features to 0"
-                )
+                what = "whose blocks nobody sees: give its run, or set teacher.features to 0"
+                raise ValueError(f"teacher '{name}' is an ONNX file, {what}")
             blocks = tuple(theirs for _, theirs in pairs(config.teacher, depth(config.model), len(tower)))
         return cls(net, config.teacher, net.sha256, blocks)
 
@@ -116,10 +113,8 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
     count = sum(row.count for row in missing)
     try:
         own.mkdir(exist_ok=True)
-        with (
-            FileLock(own / "lock"),
-            live_bar(total=count, desc="asking the teacher", unit="position", leave=False) as bar,
-        ):
+        bar = live_bar(total=count, desc="asking the teacher", unit="position", leave=False)
+        with FileLock(own / "lock"), bar:
             for row in missing:
                 if not fits(paths[row.name], row, teacher):  # another process may have made it meanwhile
                     _make(paths[row.name], row, teacher, task, bar)
@@ -152,16 +147,9 @@ def _make(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar
     for start in range(0, row.count, BLOCK):
         blocks.append(_asked(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task))
         bar.update(len(blocks[-1]))
-    meta = {
-        "source": row.source,
-        "generator": "teacher",
-        "seed": 0,
-        "split": row.split,
-        "created": shard.meta["created"],  # the shard's own time, so that the same outputs are the same bytes
-        "shard": row.sha256,
-        "rows": shard.fingerprint,
-        "teacher": teacher.sha256,
-    }
+    meta = {"source": row.source, "generator": "teacher", "seed": 0, "split": row.split}
+    meta |= {"shard": row.sha256, "rows": shard.fingerprint, "teacher": teacher.sha256}
+    meta["created"] = shard.meta["created"]  # so that the same outputs are the same bytes
     write_shard(path, LAYOUT, {"records": np.concatenate(blocks)}, meta)
     Sidecars.note(path).unlink(missing_ok=True)
 
