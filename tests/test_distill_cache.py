@@ -46,7 +46,7 @@ def folder(tmp_path: Path, fens: list[str]) -> Path:
     data = tmp_path / "data"
     big = [fens[k % len(fens)] for k in range(5000)]  # two blocks
     infos = [write(data, "a", rows_of(big)), write(data, "b", rows_of(fens), split="validation")]
-    Catalogue(data).add_all([(info, str(info.meta["split"]), "pgn", {}) for info in infos])
+    Catalogue(data).add(*infos)
     return data
 
 
@@ -118,7 +118,7 @@ def test_another_teacher_and_a_changed_shard_are_noticed(folder: Path, fens: lis
     assert other["b.npz"] != paths["b.npz"]
     assert other["b.npz"].read_bytes() != before["b.npz"]
     catalogue = Catalogue(folder)
-    catalogue.add(write(folder, "b", rows_of(fens[::-1]), split="validation"), "validation", "pgn")
+    catalogue.add(write(folder, "b", rows_of(fens[::-1]), split="validation"))
     assert held_out(teacher)["b.npz"].read_bytes() != before["b.npz"]
     write(folder, "b", rows_of(fens), split="validation")  # behind the catalogue's back, of the same size
     with pytest.raises(ShardError, match="not those that were catalogued"):

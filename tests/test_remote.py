@@ -56,8 +56,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("local")
     infos = toy_shards(folder, COUNTS[:2])
     other = write_shard(folder / "other.npz", LAYOUT, toy_batch(COUNTS[2], 9500, 7), META | {"source": "other"})
-    catalogue = Catalogue(folder)
-    catalogue.add_all([*((info, "train", "made", {}) for info in infos), (other, "train", "other", {})])
+    Catalogue(folder).add(*infos, other)
     return folder
 
 

@@ -1,18 +1,13 @@
 """A toy layout with no game in it, and shards of it, for the tests of the data package."""
 
-import io
-import json
 import os
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
-from matrixlib.data.shards import BLOCK, FORMAT, Batch, Layout, ShardInfo, write_shard
+from matrixlib.data.shards import Batch, Layout, ShardInfo, write_shard
 
 RECORD = np.dtype([("row", "<i8"), ("pixels", "u1", (5,)), ("label", "<u2")])
 LAYOUT = Layout("toy", 1, RECORD, {"target": {"index": np.dtype("<u2"), "weight": np.dtype("<u2")}})
@@ -38,41 +33,6 @@ def toy_shards(folder: Path, counts: list[int], **meta: Any) -> list[ShardInfo]:
         write_shard(folder / f"{chr(97 + i)}.npz", LAYOUT, toy_batch(n, int(starts[i]), seed=i), META | meta)
         for i, n in enumerate(counts)
     ]
-
-
-def sparse_shard(path: Path, count: int, layout: Layout = LAYOUT) -> ShardInfo:
-    """A shard of `count` rows of zeros without ragged items, which takes next to no room on the disk: only the
-    headers are written. Its SHA-256 is not that of the file, and the zip checksums are not right either."""
-    blocks = np.full(-(-count // BLOCK), BLOCK)
-    blocks[-1] = count - BLOCK * (len(blocks) - 1)
-    columns, sparse = [], []
-    for name, dtype in layout.members():
-        is_offset = name.endswith("_offset")
-        ragged = not is_offset and name != "records"
-        sizes = {int(rows): zlib.crc32(bytes((int(rows) + is_offset) * dtype.itemsize)) for rows in set(blocks)}
-        columns.append([0 if ragged else sizes[int(rows)] for rows in blocks])
-        sparse.append((name, dtype, 0 if ragged else count + is_offset))
-    groups = dict.fromkeys(layout.ragged, 0)
-    meta = {**META, "format": FORMAT, "task": layout.task, "version": layout.version}
-    meta |= {"layout": layout.describe(), "count": count, "sizes": groups}
-    text = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    with open(path, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in (("block_crc", np.array(columns, "<u4")), ("meta", text)):
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                npy.write_array(member, array, allow_pickle=False)
-        for name, dtype, rows in sparse:
-            header = io.BytesIO()
-            described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows,)}
-            npy.write_array_header_1_0(header, described)
-            info = zipfile.ZipInfo(f"{name}.npy")
-            info.header_offset, info.CRC = file.tell(), 0
-            info.file_size = info.compress_size = len(header.getvalue()) + rows * dtype.itemsize
-            file.write(info.FileHeader(zip64=True) + header.getvalue())
-            file.truncate(file.tell() + rows * dtype.itemsize)
-            archive.start_dir = file.seek(0, os.SEEK_END)
-            archive.filelist.append(info)
-            archive.NameToInfo[info.filename] = info
-    return ShardInfo(path, count, path.stat().st_size, "0" * 64, meta)
 
 
 def same(left: Batch, right: Batch) -> bool:

@@ -1,11 +1,8 @@
 """The catalogue: one SQLite row for every shard of a folder, with counts, split, checksum, quality and state.
 
-It is an index that can be thrown away: the shards are the truth. A missing or damaged one is rebuilt from them, shards
-without a row are added, rows whose file is gone are quarantined; ``messages`` has each. Why a shard was quarantined by
-hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild uses it again. What imports did is logged in
-the transaction that adds their shards. A connection lives for one call, so none crosses a process. A folder that
-cannot be written is catalogued in memory, and so is one without shards until the first is added: looking at a folder
-of something else leaves it as it was. That of a data set elsewhere is believed as it is, or refused.
+It is an index that can be thrown away: a missing or damaged one is rebuilt from the shards. Why one was quarantined by
+hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild uses it again. A connection lives for one call,
+so none crosses a process. A folder that cannot be written, or has no shards yet, is catalogued in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import sqlite3
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +38,7 @@ reason TEXT NOT NULL, quality TEXT NOT NULL, digest TEXT NOT NULL
 )
 PUT = f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
 PUT_IMPORT = "INSERT OR REPLACE INTO imports VALUES (?, ?, ?, ?)"
+MARK = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
 MISSING = "the file is missing"
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 BUSY_SECONDS = 30.0
@@ -55,9 +53,8 @@ class CatalogueError(ValueError):
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One shard: `name` is its path inside the folder (with /), `path` the file, `bytes` its size. `remote`: the folder
-    of its catalogue, where the shard itself lies elsewhere (`matrixlib.data.remote.local_path` brings it).
-    """
+    """One shard: `name` is its path inside the folder (with /), `bytes` its size. `remote`: the catalogue's folder, where
+    the shard lies elsewhere (`matrixlib.data.remote.local_path` brings it)."""
 
     name: str
     path: Path
@@ -87,17 +84,11 @@ class _Columns(BaseModel):
     quality: Json[dict[str, Any]]
 
 
-def _values(row: ShardRow) -> list[Any]:
-    """The columns of a row, followed by its digest."""
-    data = asdict(row) | {"quality": json.dumps(row.quality, sort_keys=True)}
-    columns = [data[column] for column in COLUMNS]
+def _values(row: ShardRow | Log) -> list[Any]:
+    """The columns of a shard's row or of a log, followed by their digest."""
+    *columns, last = [getattr(row, column) for column in COLUMNS] if isinstance(row, ShardRow) else row
+    columns.append(json.dumps(last, sort_keys=True))
     return [*columns, _digest(columns)]
-
-
-def _import_values(log: Log) -> list[Any]:
-    name, step, data = log
-    values = [name, step, json.dumps(data, sort_keys=True)]
-    return [*values, _digest(values)]
 
 
 def _digest(columns: Sequence[Any]) -> str:
@@ -126,8 +117,6 @@ class Catalogue:
         if not self.remote:
             self._reconcile()
 
-    # Reading and writing rows
-
     def shards(self, split: str | None = None, state: State | None = "healthy") -> list[ShardRow]:
         """Rows by name, of one split or all (None), in one state or any (None)."""
         if split is not None and split not in SPLITS:
@@ -135,26 +124,16 @@ class Catalogue:
         rows = (row for _, row in sorted(self._rows.items()))
         return [row for row in rows if split in (None, row.split) and state in (None, row.state)]
 
-    def add(self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None) -> ShardRow:
-        """Put a written shard into the catalogue, in place of an older row of that name. CatalogueError when the file
-        is outside the folder or `split` is not that in its meta data."""
-        return self.add_all([(info, split, source, quality or {})])[0]
-
-    def add_all(
-        self,
-        shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]],
-        log: Log | None = None,
-    ) -> list[ShardRow]:
-        """`add` for several shards, and the log of the import that they are from: all at once or nothing."""
+    def add(self, *shards: ShardInfo, log: Log | None = None) -> list[ShardRow]:
+        """Put written shards, and the log of the import that they are from, into the catalogue, all or nothing, each in
+        place of an older row of its name. CatalogueError when a file is outside the folder."""
         rows = []
-        for info, split, source, quality in shards:
+        for info in shards:
             try:
                 name = info.path.resolve().relative_to(self.folder.resolve()).as_posix()
             except ValueError:
                 raise CatalogueError(f"{info.path} is outside {self.folder}; write the shard inside it") from None
-            if split not in SPLITS or split != info.meta["split"]:
-                raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{info.meta['split']}'")
-            rows.append(self._row(name, info, source, quality))
+            rows.append(self._row(name, info))
         for row in rows:  # written anew, so what was wrong with an older file of that name is past
             reason_file(row.path).unlink(missing_ok=True)
         self._put(rows, [log] if log else [])
@@ -171,7 +150,7 @@ class Catalogue:
         ]
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
+        """Keep a shard out of use, and say why."""
         row = _quarantined(self._named(name), reason)
         if self.writable:
             write_text(reason_file(row.path), reason)  # replaces a link, and writes through none
@@ -187,8 +166,7 @@ class Catalogue:
             reason_file(row.path).unlink(missing_ok=True)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete shards: files, notes and rows. CatalogueError, and nothing is deleted, where a name leads out of the
-        folder."""
+        """Delete shards: files, notes and rows; nothing at all where a name leads out of the folder."""
         if outside := [name for name in names if not _is_inside(name, self.folder)]:
             raise CatalogueError(f"{outside[0]!r} is no name of a shard inside {self.folder}; nothing was deleted")
         for name in names:
@@ -209,8 +187,8 @@ class Catalogue:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def verify(self, bring: Callable[[ShardRow], Path] | None = None) -> dict[str, str]:
-        """Healthy shards that are not the bytes that were catalogued: name -> reason. bring: has one of a set elsewhere
-        brought here (`matrixlib.data.remote.local_path`)."""
+        """Healthy shards that are not the bytes that were catalogued: name -> reason. bring: gives a shard's file
+        (`matrixlib.data.remote.local_path`)."""
         problems = {}
         for row in self.shards():
             try:
@@ -220,15 +198,12 @@ class Catalogue:
         return {name: problem for name, problem in problems.items() if problem}
 
     def backup(self, path: Path | str) -> None:
-        """Copy the catalogue to `path`, whole or not at all; put back under its name, it is reconciled with the shards.
-        CatalogueError where it can't be written."""
+        """Copy the catalogue to `path`; put back under its name, it is reconciled with the shards."""
         path = from_home(path)
         try:
             _write(path, self._rows.values(), self.imports())
         except (OSError, sqlite3.Error) as error:
             raise CatalogueError(f"backup {path} cannot be written: {error}") from error
-
-    # Repairs
 
     def _say(self, message: str) -> None:
         self.messages.append(message)
@@ -280,14 +255,10 @@ class Catalogue:
     def _reconcile(self) -> None:
         """Add shards without a row; quarantine those with a note or a file of another size, and rows without a file
         until it returns. Other processes may write meanwhile: what they say of a shard stands."""
-        rows, files = dict(self._rows), self._files()
+        rows, files, marks = dict(self._rows), self._files(), []
         new = self._read_files(name for name in files if name not in rows)
         for row in new:
             self._say(f"{row.path}: was not in the catalogue; added as {row.state}")
-        if new:
-            self._put(new, insert=PUT.replace("REPLACE", "IGNORE"))
-            if self.writable:
-                self._load()
         for name, row in rows.items():
             if row.state == "healthy" and (reason := _unfit(row)):
                 after, text = _quarantined(row, reason), f"{reason}; quarantined"
@@ -295,21 +266,15 @@ class Catalogue:
                 after, text = replace(row, state="healthy", reason=""), "is back and whole; used again"
             else:
                 continue
-            if self._exchange(row, after):
-                self._say(f"{row.path}: {text}")
-
-    def _exchange(self, before: ShardRow, after: ShardRow) -> bool:
-        """Put a row in the place of another, unless another process has written that meanwhile."""
-        self._rows[after.name] = after
-        if not self.writable:
-            return True
-        statement = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
-        values = (after.state, after.reason, _values(after)[-1], after.name, _values(before)[-1])
-        with self._connection() as db:
-            changed = db.execute(statement, values).rowcount > 0
-        if not changed:
+            self._say(f"{row.path}: {text}")
+            self._rows[name] = after
+            marks.append((after.state, after.reason, _values(after)[-1], name, _values(row)[-1]))
+        self._rows |= {row.name: row for row in new}
+        if self.writable and (new or marks):
+            with self._connection() as db:
+                _fill(db, new, [], PUT.replace("REPLACE", "IGNORE"))
+                db.executemany(MARK, marks)
             self._load()
-        return changed
 
     def _read_files(self, names: Iterable[str]) -> list[ShardRow]:
         """Rows made from files; those that are no shards are left out."""
@@ -320,16 +285,14 @@ class Catalogue:
             except ShardError as error:
                 self._say(f"{error} (left out of the catalogue)")
                 continue
-            row = self._row(name, info, str(info.meta["source"]), info.meta.get("quality", {}))
+            row = self._row(name, info)
             reason = f"'{damaged}' is damaged (zip checksum)" if damaged else _note(row.path)
             rows.append(_quarantined(row, reason) if reason else row)
         return rows
 
-    # Small parts
-
-    def _row(self, name: str, info: ShardInfo, source: str, quality: Mapping[str, Any]) -> ShardRow:
-        facts = (info.meta["split"], source, info.count, info.bytes, info.sha256)
-        return ShardRow(name, self.folder / name, *facts, "healthy", "", quality)
+    def _row(self, name: str, info: ShardInfo) -> ShardRow:
+        facts = (info.meta["split"], info.meta["source"], info.count, info.bytes, info.sha256)
+        return ShardRow(name, self.folder / name, *facts, "healthy", "", info.meta.get("quality", {}))
 
     def _files(self) -> list[str]:
         """Names of all shards but those in folders that are being written (.tmp), and those that are no text."""
@@ -349,16 +312,15 @@ class Catalogue:
             raise CatalogueError(f"{self.path} has no shard '{name}'; .shards(state=None) lists all")
         return self._rows[name]
 
-    def _put(self, rows: Sequence[ShardRow], logs: Iterable[Log] = (), insert: str = PUT) -> None:
+    def _put(self, rows: Sequence[ShardRow], logs: Iterable[Log] = ()) -> None:
         if self.writable:
             with self._connection() as db:
-                _fill(db, rows, logs, insert)
+                _fill(db, rows, logs)
         self._rows |= {row.name: row for row in rows}
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one short transaction, committed unless there is an exception; without lock files where
-        nothing can be written."""
+        """A connection for one transaction, committed unless there is an exception."""
         if self.writable:
             db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
         else:
@@ -384,8 +346,7 @@ def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
 
 
 def _is_inside(name: str, folder: Path) -> bool:
-    """Whether a name stays in a folder, and no link on the way leads out of it. The file itself may be a link: it is
-    read through, and deleted or replaced without what it leads to."""
+    """Whether a name stays in a folder, and no link on the way leads out of it; the file itself may be a link."""
     path = Path(name)
     if not name or "\0" in name or path.anchor or ".." in path.parts:
         return False
@@ -402,7 +363,6 @@ def _unfit(row: ShardRow) -> str:
 
 
 def reason_file(path: Path) -> Path:
-    """Where the reason of a shard's quarantine lies."""
     return path.with_name(f"{path.name}.quarantined")
 
 
@@ -410,9 +370,6 @@ def _note(path: Path) -> str:
     """Why a shard was quarantined by hand, or an empty string."""
     note = reason_file(path)
     return note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
-
-
-# The database
 
 
 def _problem_of(db: sqlite3.Connection) -> str:
@@ -429,12 +386,12 @@ def _problem_of(db: sqlite3.Connection) -> str:
 
 
 def _fill(db: sqlite3.Connection, rows: Iterable[ShardRow], logs: Iterable[Log], insert: str = PUT) -> None:
-    """Put rows and logs into a database, all in one transaction, with its tables where it has none yet."""
+    """Put rows and logs into a database in one transaction, with its tables where it has none yet."""
     db.execute("BEGIN IMMEDIATE")
     for statement in CREATE:
         db.execute(statement)
     db.executemany(insert, map(_values, rows))
-    db.executemany(PUT_IMPORT, map(_import_values, logs))
+    db.executemany(PUT_IMPORT, map(_values, logs))
 
 
 def _write(path: Path, rows: Iterable[ShardRow], logs: Iterable[Log]) -> None:

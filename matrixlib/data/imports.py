@@ -1,11 +1,8 @@
 """The way of an import: files read in parallel, their entries checked, and stored as catalogued shards.
 
 A file is imported by steps of a few shards, each with a log in the catalogue, written in the transaction that adds
-the shards. The name of an import follows from the file's bytes and the reader's options, the borders of the steps from
-the data, so a step that has a log is done, and doing it again gives the same files. Killed at any moment, the next
-call goes on. What the folder holds already is left out where an entry is a whole game.
-
-Worker processes are spawned: a script that imports more than a handful needs the usual `if __name__ == "__main__":`.
+the shards. A step that has a log is done, and doing it again gives the same files: killed at any moment, the next call
+goes on. Worker processes are spawned: a script of its own needs the usual `if __name__ == "__main__":`.
 """
 
 import functools
@@ -22,12 +19,12 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from pydantic import TypeAdapter
 
 from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow
 from matrixlib.data.entries import ParseResult, Part, Reader, Refused
@@ -90,17 +87,13 @@ class ImportLog:
         """As JSON data."""
         return vars(self) | {"refused": [vars(entry) for entry in self.refused]}
 
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> "ImportLog":
-        """Inverse of `data`, after a way through JSON."""
-        counters = {name: Counter(data[name]) for name in ("positions", "skipped", "warned")}
-        refused = [Refused(**entry) for entry in data["refused"]]
-        return cls(**{**data, **counters, "parts": tuple(data["parts"]), "refused": refused})
+
+_read_log = TypeAdapter(ImportLog).validate_python
 
 
-def import_logs(folder: Path | str, name: str = "") -> list[ImportLog]:
-    """The log of a folder's imports (or of the one of this name), by import and step."""
-    return [ImportLog.read(data) for *_, data in Catalogue(folder, warn=False).imports(name)]
+def import_logs(folder: Path | str) -> list[ImportLog]:
+    """The log of a folder's imports, by import and step."""
+    return [_read_log(data) for *_, data in Catalogue(folder, warn=False).imports()]
 
 
 def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
@@ -110,11 +103,8 @@ def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
 
 @dataclass
 class ImportReport:
-    """What the files of a call hold, by their `logs`: entries = stored + sum(refused) + sum(skipped).
-
-    fresh: the logs of this call's own work. outliers: figures of new shards that are far from those of the other shards
-    of their source. remarks: what the catalogue repaired when it was opened.
-    """
+    """What the files of a call hold, by their `logs`: entries = stored + sum(refused) + sum(skipped). fresh: the logs of
+    this call's own work. outliers: new shards that are far from the others. remarks: what the catalogue repaired."""
 
     logs: Sequence[ImportLog]
     fresh: Sequence[ImportLog]
@@ -123,10 +113,12 @@ class ImportReport:
     remarks: Sequence[str]
 
     def __post_init__(self) -> None:
-        self.entries, self.stored = (sum(getattr(log, name) for log in self.logs) for name in ("entries", "stored"))
-        self.skipped = sum((log.skipped for log in self.logs), Counter[str]())
-        self.warned = sum((log.warned for log in self.logs), Counter[str]())
-        self.positions = sum((log.positions for log in self.logs), Counter[str]())
+        self.entries = sum(log.entries for log in self.logs)
+        self.stored = sum(log.stored for log in self.logs)
+        self.skipped, self.warned, self.positions = (
+            sum((getattr(log, name) for log in self.logs), Counter[str]())
+            for name in ("skipped", "warned", "positions")
+        )
         self.refused = Counter(entry.reason for log in self.logs for entry in log.refused)
         self.shards = [name for log in self.logs for name in log.shards]
         self.fresh_entries = sum(log.entries for log in self.fresh)
@@ -139,24 +131,23 @@ class ImportReport:
             f"{self.skipped.total():,} left out",
             f"{train:,} training and {validation:,} validation {rows} in {len(self.shards)} shards",
         ]
-        titles = {"in quarantine": self.refused, "left out": self.skipped, "stored, but": self.warned}
-        for title, counts in titles.items():
+        for title, counts in (
+            ("in quarantine", self.refused),
+            ("left out", self.skipped),
+            ("stored, but", self.warned),
+        ):
             lines += [f"  {title}: {count:,} {reason}" for reason, count in sorted(counts.items())]
-        lines += [f"  outlier: {outlier}" for outlier in self.outliers]
-        lines += [f"  {remark}" for remark in self.remarks]
-        if not self.fresh_entries:
-            return "\n".join([*lines, "nothing new: all of it had been imported before"])
-        before = self.entries - self.fresh_entries
-        positions = sum(log.positions.total() for log in self.fresh)
-        rate = f"{self.fresh_entries / self.seconds:,.0f} entries/s, {positions / self.seconds:,.0f}"
-        had = f", {before:,} had been imported before" if before else ""
-        return "\n".join([*lines, f"{self.fresh_entries:,} read in {self.seconds:.1f} s ({rate} {rows}/s){had}"])
+        lines += [f"  outlier: {outlier}" for outlier in self.outliers] + [f"  {remark}" for remark in self.remarks]
+        fresh, seconds = self.fresh_entries, self.seconds
+        speed = (
+            f"{fresh:,} read in {seconds:.1f} s ({fresh / seconds:,.0f} entries/s); the rest had been imported before"
+        )
+        return "\n".join([*lines, speed if fresh else "nothing new: all of it had been imported before"])
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Catalogue]:
-    """The catalogue of a folder, made if it is not there, that no other import writes meanwhile. Raises ImportStopped
-    where one does, ValueError where the folder cannot be written, or its shards lie elsewhere."""
+    """The catalogue of a folder, made if it is not there, that no other import writes meanwhile."""
     if (folder / REMOTE).exists():
         raise ValueError("shards that lie elsewhere are only read: import where they are")
     make_folder(folder)
@@ -196,9 +187,6 @@ def import_each(
     return ImportReport(logs, fresh, time.monotonic() - start, outliers, catalogue.messages)
 
 
-# The files
-
-
 def files_of(path: Path) -> list[Path]:
     """The file, or the files of a folder by name, but for hidden ones and what a folder of shards holds itself."""
     if path.is_file():
@@ -220,16 +208,13 @@ def hash_of(path: Path) -> str:
 
 
 def _options(reader: Reader) -> dict[str, Any]:
-    """A reader as JSON data; its fields decide about what it reads."""
+    """A reader as JSON data."""
     data = {item.name: getattr(reader, item.name) for item in fields(reader)}  # type: ignore[arg-type]
     return {"kind": type(reader).__name__, **json.loads(json.dumps(data, default=str))}
 
 
-# Reading
-
-
 def _read(reader: Reader, faults: Faults, part: Part) -> ParseResult:
-    """A part, its rows checked. One that fails is a mistake of the reader, which must refuse it."""
+    """A part, its rows checked."""
     result = reader.read(part)
     for fault, rows in faults(result.batch).items():
         raise ValueError(
@@ -242,21 +227,20 @@ def _read(reader: Reader, faults: Faults, part: Part) -> ParseResult:
 def read_parts(
     reader: Reader, faults: Faults, parts: Iterable[Part], workers: int
 ) -> Iterator[tuple[Part, ParseResult]]:
-    """Every part with what it gave, in order. Other processes help only where there is work for longer than it takes to
-    start them; a bounded number of parts is in flight."""
+    """Every part with what it gave, in order; from ALONE_SECONDS on by processes, a bounded number of parts at once."""
     parts = iter(parts)
     start = time.monotonic()
     for part in parts:
         yield part, _read(reader, faults, part)
         if workers > 1 and time.monotonic() - start > ALONE_SECONDS:
             break
-    if (part_left := next(parts, None)) is None:
+    else:
         return
     waiting: deque[tuple[Part, Future[ParseResult]]] = deque()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         try:
-            for part in chain([part_left], parts):
+            for part in parts:
                 waiting.append((part, pool.submit(_read, reader, faults, part)))
                 if len(waiting) > 2 * workers:
                     done, future = waiting.popleft()
@@ -269,9 +253,6 @@ def read_parts(
             raise ImportStopped(f"{cause}; call again to go on, with fewer workers") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-# Storing
 
 
 @dataclass
@@ -355,23 +336,21 @@ class _FileImport:
         return _Step(self.storage, log)
 
     def finished_steps(self) -> list[ImportLog]:
-        """The logs of the first steps, as far as their shards are as they were written; reads these."""
+        """The logs of the first steps, as far as their shards are as they were written."""
         done: list[ImportLog] = []
         for _, number, data in self.catalogue.imports(self.name):
-            log = ImportLog.read(data)
+            log = _read_log(data)
             if number != len(done) or not all(self.is_stored(*shard) for shard in log.shards.items()):
                 break
             done.append(log)
         return done
 
     def is_stored(self, name: str, sha256: str) -> bool:
-        """Whether a shard is as it was written; reads it."""
         path = self.catalogue.folder / name
         return name in self.rows and path.is_file() and file_hash(path) == sha256
 
     def clear(self, step: int) -> None:
-        """Remove the shards from this step on, of which no log tells: made again, they may be fewer and others, where
-        another import has stored the same games meanwhile."""
+        """Remove the shards from this step on, of which no log tells: made again, they may be others."""
         own = re.compile(rf"{self.name}_(\d{{6}})_(train|validation)_\d+\.npz")
         matches = {name: own.fullmatch(name) for name in self.rows}
         stale = [name for name, match in matches.items() if match and int(match[1]) >= step]
@@ -380,8 +359,7 @@ class _FileImport:
             del self.rows[name]
 
     def known_games(self, done: int) -> set[int]:
-        """Ids of the games of this source that the folder holds, but for those of own steps from `done` on, which are
-        to be done again."""
+        """Ids of the games of this source in the folder, but for those of own steps from `done` on."""
         ids: set[int] = set()
         for name, row in self.rows.items():
             again = name.startswith(self.name) and int(name[len(self.name) + 1 :][:6]) >= done
@@ -390,7 +368,7 @@ class _FileImport:
         return ids
 
     def parts_left(self, first: int, bar: Any) -> Iterator[Part]:
-        """The parts that are still to be read; those of a folder numbered through."""
+        """The parts still to be read; those of a folder numbered through."""
         number = 0
         for file in files_of(self.path):
             name = file.name if file == self.path else file.relative_to(self.path).as_posix()
@@ -420,11 +398,10 @@ class _FileImport:
             pieces = np.array_split(rows, max(1, round(len(rows) / self.storage.shard))) if len(rows) else []
             for piece, members in enumerate(pieces):
                 part = select(batch, members, layout)
-                figures = self.storage.figures(part)
                 path = self.catalogue.folder / f"{self.name}_{log.step:06d}_{split}_{piece}.npz"
-                info = write_shard(path, layout, part, {**meta, "split": split, "quality": figures})
-                shards.append((info, split, self.reader.source, figures))
+                info = write_shard(path, layout, part, {**meta, "split": split, "quality": self.storage.figures(part)})
+                shards.append(info)
                 log.shards[path.name] = info.sha256
-        added = self.catalogue.add_all(shards, (self.name, log.step, log.data()))
+        added = self.catalogue.add(*shards, log=(self.name, log.step, log.data()))
         self.rows.update({row.name: row for row in added})
         return log

@@ -104,9 +104,6 @@ class ShardInfo:
     meta: Mapping[str, Any]
 
 
-# Batches
-
-
 def ragged_rows(offset: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the rows `indices` (B,) of a group lie: (positions of their items (K,), new offset (B+1,))."""
     start = offset[indices]
@@ -159,9 +156,6 @@ def check(batch: Batch, layout: Layout) -> None:
                 raise ValueError(f"'{name}' has {len(batch[name])} items, its offset says {offset[-1]}")
 
 
-# Checksums
-
-
 def file_hash(path: Path | str) -> str:
     """SHA-256 of a file, hex."""
     with open(path, "rb") as file:
@@ -173,10 +167,8 @@ def _crc(array: np.ndarray) -> int:
 
 
 def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(member, the slice that belongs to `block`), in the order of ``layout.members()``.
-
-    An offset slice comes before the members it cuts, so that a reader can check it before it is used.
-    """
+    """(member, the slice that belongs to `block`), in the order of the layout, so that an offset can be checked before
+    the slices that it cuts."""
     start, stop = block * BLOCK, min((block + 1) * BLOCK, len(batch["records"]))
     yield "records", batch["records"][start:stop]
     for group, members in layout.ragged.items():
@@ -192,30 +184,21 @@ def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
     return np.ascontiguousarray(np.array(columns, dtype="<u4").T)
 
 
-# Writing
-
-
 def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> ShardInfo:
-    """Write `batch` so that the file appears whole or not at all; an existing file of that name is replaced.
-
-    meta: JSON data with source, generator, seed and split ("train" or "validation"), maybe with created (UTC, ISO 8601;
-    default now) and quality (figures for the catalogue). The same data and meta (with created) give the same bytes.
-    Raises ValueError if the batch is empty or not of this layout.
-    """
-    path = Path(path)
-    data, full = _pack(layout, batch, meta)
+    """Write what `pack_shard` gives so that the file appears whole or not at all, in place of one of that name."""
+    path, data = Path(path), pack_shard(layout, batch, meta)
     remove_leftovers(path)
     write_bytes(path, data)
+    full = _read_zip(path, lambda archive: _read_meta(path, archive))
     return ShardInfo(path, full["count"], len(data), hashlib.sha256(data).hexdigest(), full)
 
 
 def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
-    """The bytes of the file that `write_shard` writes, for a machine that does not have the folder."""
-    return _pack(layout, batch, meta)[0]
+    """The bytes of a shard: the same for the same data and meta (with created).
 
-
-def _pack(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
-    """(the bytes of a shard, all of its meta data)."""
+    meta: JSON data with source, generator, seed and split ("train" or "validation"), maybe with created (UTC, ISO 8601;
+    default now) and quality (figures for the catalogue). ValueError if the batch is empty or not of this layout.
+    """
     check(batch, layout)
     full, file = _full_meta(layout, batch, meta), io.BytesIO()
     text = json.dumps(full, sort_keys=True, allow_nan=False).encode()
@@ -224,7 +207,7 @@ def _pack(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> tuple[bytes,
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             _write_member(archive, file, name, array)
-    return file.getvalue(), full
+    return file.getvalue()
 
 
 def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +225,7 @@ def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[st
 
 
 def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np.ndarray) -> None:
-    """Store one array as `name`.npy, aligned, with a fixed time stamp so that equal data is equal bytes."""
+    """Store one array as `name`.npy, aligned, with a fixed time stamp."""
     info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
     zip64 = 20  # bytes of the extra field that force_zip64 adds
     start = file.tell() + LOCAL_HEADER.size + len(info.filename) + zip64 + 4
@@ -252,18 +235,15 @@ def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np
         npy.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
 
 
-# Reading
-
-
 def read_info(path: Path | str) -> ShardInfo:
-    """Facts of a shard, without knowing its layout; the file is hashed. Raises ShardError."""
+    """Facts of a shard of any layout; the file is hashed. Raises ShardError."""
     path = Path(path)
     meta = _read_zip(path, lambda archive: _read_meta(path, archive))
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
 
 
 def is_shard(path: Path) -> bool:
-    """Whether a file says of itself that it is a shard; whether it is whole is not looked at."""
+    """Whether a file says of itself that it is a shard."""
     try:
         _read_zip(path, lambda archive: _read_meta(path, archive))
     except ShardError:
@@ -271,14 +251,13 @@ def is_shard(path: Path) -> bool:
     return True
 
 
-def find_damage(path: Path | str) -> str:
+def find_damage(path: Path) -> str:
     """The first member that fails its zip checksum, or an empty string. Raises ShardError."""
-    damaged = _read_zip(Path(path), lambda archive: archive.testzip())
-    return (damaged or "").removesuffix(".npy")
+    return (_read_zip(path, lambda archive: archive.testzip()) or "").removesuffix(".npy")
 
 
 def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """read(open zip file); every way in which a foreign or damaged file can fail becomes a ShardError."""
+    """read(open zip file); whatever is wrong with the file becomes a ShardError."""
     try:
         with open(path, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -318,7 +297,7 @@ def _read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.nda
 
 
 def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """(shape, Fortran order, dtype) of an NPY file, which is left at its first item. Raises ValueError."""
+    """(shape, Fortran order, dtype) of an NPY file, which is left at its first item."""
     header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
     return header(file)
 
@@ -351,19 +330,10 @@ def _check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> 
         raise ShardError(f"{path}: {problem}")
 
 
-def _lengths(meta: Mapping[str, Any], layout: Layout) -> dict[str, int]:
-    """How many items each array of a shard has, in the order of its layout's members."""
-    lengths = {"records": meta["count"]}
-    for group, members in layout.ragged.items():
-        lengths[f"{group}_offset"] = meta["count"] + 1
-        lengths |= {f"{group}_{member}": meta["sizes"][group] for member in members}
-    return lengths
-
-
 def _map_member(
     path: Path, archive: zipfile.ZipFile, file: np.ndarray, name: str, dtype: np.dtype, n: int
 ) -> np.ndarray:
-    """The stored array `name` (n,) as a view of the mapped `file` (bytes,)."""
+    """The stored array `name` (n,) as a view of the mapped `file`."""
     info = _stored(path, archive, name)
     head = io.BytesIO(file[info.header_offset : info.header_offset + HEAD_BYTES].tobytes())
     fixed = LOCAL_HEADER.unpack(head.read(LOCAL_HEADER.size))
@@ -396,7 +366,11 @@ class Shard:
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self.bytes = len(self._map)
         file = np.frombuffer(self._map, np.uint8)
-        lengths, count = _lengths(self.meta, self.layout), self.meta["count"]
+        count = self.meta["count"]
+        lengths = {"records": count}
+        for group, members in self.layout.ragged.items():
+            lengths[f"{group}_offset"] = count + 1
+            lengths |= {f"{group}_{member}": self.meta["sizes"][group] for member in members}
         self.arrays: Batch = {
             name: _map_member(self.path, archive, file, name, dtype, lengths[name])
             for name, dtype in self.layout.members()
@@ -427,19 +401,14 @@ class Shard:
         """Check the bytes of one block against their checksums, once. Raises DamagedBlock."""
         if self._checked[block]:
             return
-        for row, (member, part) in enumerate(_block_parts(self._safe(block), self.layout, block)):
-            if _crc(part) != self._crc[row, block]:
+        for row, (member, part) in enumerate(_block_parts(self.arrays, self.layout, block)):
+            sound = _crc(part) == self._crc[row, block]
+            if (group := member.removesuffix("_offset")) != member:  # is not trusted, whatever its checksum
+                inside = part[0] >= 0 and part[-1] <= self.meta["sizes"][group]
+                sound = sound and inside and bool((np.diff(part) >= 0).all())
+            if not sound:
                 raise DamagedBlock(self.path, block, member)
         self._checked[block] = True
-
-    def _safe(self, block: int) -> Batch:
-        """The arrays, once this block's offsets are known to rise and to stay inside their members."""
-        start, stop = block * BLOCK, min((block + 1) * BLOCK, len(self))
-        for group in self.layout.ragged:
-            offset = self.arrays[f"{group}_offset"][start : stop + 1]
-            if offset[0] < 0 or offset[-1] > self.meta["sizes"][group] or (np.diff(offset) < 0).any():
-                raise DamagedBlock(self.path, block, f"{group}_offset")
-        return self.arrays
 
     def gather(self, indices: np.ndarray) -> Batch:
         """Copies of the rows `indices` (B,), in that order; O(B). Raises DamagedBlock, IndexError."""

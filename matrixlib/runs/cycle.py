@@ -196,8 +196,7 @@ class Cycle:
             for first, (tally, shards) in results:
                 for name, data in shards.items():
                     files.write_bytes(catalogue.folder / name, data)
-                    info = read_info(catalogue.folder / name)
-                    catalogue.add(info, info.meta["split"], info.meta["source"])
+                    catalogue.add(read_info(catalogue.folder / name))
                 chunks = sorted({**generation.chunks, str(first): tally}.items(), key=lambda row: int(row[0]))
                 generation = generation.write(self.folder, chunks=dict(chunks))
                 bar.update()
