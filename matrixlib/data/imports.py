@@ -103,7 +103,7 @@ def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
 
 @dataclass
 class ImportReport:
-    """What the files of a call hold, by their `logs`: entries = stored + sum(refused) + sum(skipped). fresh: the logs of
+    """What the files of a call hold, by their `logs`: entries = stored + sum(refused) + sum(skipped). fresh: logs of
     this call's own work. outliers: new shards that are far from the others. remarks: what the catalogue repaired."""
 
     logs: Sequence[ImportLog]
@@ -115,10 +115,9 @@ class ImportReport:
     def __post_init__(self) -> None:
         self.entries = sum(log.entries for log in self.logs)
         self.stored = sum(log.stored for log in self.logs)
-        self.skipped, self.warned, self.positions = (
-            sum((getattr(log, name) for log in self.logs), Counter[str]())
-            for name in ("skipped", "warned", "positions")
-        )
+        self.skipped = sum((log.skipped for log in self.logs), Counter[str]())
+        self.warned = sum((log.warned for log in self.logs), Counter[str]())
+        self.positions = sum((log.positions for log in self.logs), Counter[str]())
         self.refused = Counter(entry.reason for log in self.logs for entry in log.refused)
         self.shards = [name for log in self.logs for name in log.shards]
         self.fresh_entries = sum(log.entries for log in self.fresh)
@@ -131,18 +130,15 @@ class ImportReport:
             f"{self.skipped.total():,} left out",
             f"{train:,} training and {validation:,} validation {rows} in {len(self.shards)} shards",
         ]
-        for title, counts in (
-            ("in quarantine", self.refused),
-            ("left out", self.skipped),
-            ("stored, but", self.warned),
-        ):
+        titles = {"in quarantine": self.refused, "left out": self.skipped, "stored, but": self.warned}
+        for title, counts in titles.items():
             lines += [f"  {title}: {count:,} {reason}" for reason, count in sorted(counts.items())]
         lines += [f"  outlier: {outlier}" for outlier in self.outliers] + [f"  {remark}" for remark in self.remarks]
         fresh, seconds = self.fresh_entries, self.seconds
-        speed = (
-            f"{fresh:,} read in {seconds:.1f} s ({fresh / seconds:,.0f} entries/s); the rest had been imported before"
-        )
-        return "\n".join([*lines, speed if fresh else "nothing new: all of it had been imported before"])
+        if not fresh:
+            return "\n".join([*lines, "nothing new: all of it had been imported before"])
+        rate = f"{fresh / seconds:,.0f} entries/s"
+        return "\n".join([*lines, f"{fresh:,} read in {seconds:.1f} s ({rate}); the rest had been imported before"])
 
 
 @contextmanager
