@@ -21,11 +21,11 @@ from toy_shards import LAYOUT, META, Toy, process, toy_batch, toy_shards
 
 from matrixlib.data import loader as loader_module
 from matrixlib.data import reader as reader_module
-from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.catalogue import Catalogue, ShardRow
 from matrixlib.data.loader import Loader, Prepare, WorkerTraceback
 from matrixlib.data.order import generator, merge_ranges
 from matrixlib.data.reader import WHOLE, LoaderError, kept_rows
-from matrixlib.data.shards import BLOCK, Batch, ShardError, write_shard
+from matrixlib.data.shards import BLOCK, Batch, write_shard
 
 COUNTS = [BLOCK + 900, 700, 2 * BLOCK + 5]
 N = sum(COUNTS)
@@ -38,9 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def open_loader(folder: Path, size: int = 1000, seed: int = 3, **chosen: Any) -> Loader:
-    prepare = chosen.pop("prepare", Toy().prepare)
-    return Loader(sorted(folder.glob("*.npz")), LAYOUT, size, seed, prepare, **chosen)
+def open_loader(data: Path | list[ShardRow], size: int = 1000, seed: int = 3, **chosen: Any) -> Loader:
+    """A loader of a folder, or of rows of its catalogue, with the toy's `prepare`."""
+    rows = Catalogue(data).shards() if isinstance(data, Path) else data
+    return Loader(rows, LAYOUT, size, seed, chosen.pop("prepare", Toy().prepare), **chosen)
 
 
 def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -51,9 +52,6 @@ def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 def rows_of(loader: Loader, batches: range) -> np.ndarray:
     return np.concatenate([loader.batch(i)["row"] for i in batches])
-
-
-# Order
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 100])
@@ -101,7 +99,7 @@ def test_limit_takes_the_same_share_of_every_source(shards: list[tuple[int, str]
         assert [k for k, _ in own] == expected, "the first rows of a source"
 
 
-def two_sources(folder: Path) -> list[Any]:
+def two_sources(folder: Path) -> list[ShardRow]:
     """Rows 0 to 5,999 of source "one" in two shards, one on either side of the 600 rows of source "two"."""
     for name, first, count, source in (("a", 0, 4000, "one"), ("b", 6000, 600, "two"), ("c", 4000, 2000, "one")):
         write_shard(folder / f"{name}.npz", LAYOUT, toy_batch(count, first), META | {"source": source})
@@ -112,7 +110,7 @@ def two_sources(folder: Path) -> list[Any]:
 def test_weights_decide_about_each_batch_and_rows_come_round_in_each_source(tmp_path: Path, window: int) -> None:
     rows = two_sources(tmp_path)
     weights = {"one": 3.0, "two": 1.0}
-    loader = Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights=weights, window_blocks=window)
+    loader = open_loader(rows, 200, weights=weights, window_blocks=window)
     assert loader.count == 6600
     batches = [loader.batch(i)["row"] for i in range(40)]
     assert {int((batch >= 6000).sum()) for batch in batches} == {50}
@@ -121,16 +119,11 @@ def test_weights_decide_about_each_batch_and_rows_come_round_in_each_source(tmp_
         assert (np.sort(small[turn * 600 : turn * 600 + 600]) == np.arange(6000, 6600)).all()
     large = np.concatenate([batch[batch < 6000] for batch in batches])
     assert (np.sort(large) == np.arange(6000)).all()
-    only = Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights={"two": 1.0})
-    assert only.count == 600
-
-
-def test_a_weight_needs_rows(tmp_path: Path) -> None:
-    rows = two_sources(tmp_path)
+    assert open_loader(rows, 200, weights={"two": 1.0}).count == 600
     with pytest.raises(LoaderError, match="no healthy shard of source 'three'"):
-        Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights={"one": 1, "three": 1})
+        open_loader(rows, 200, weights={"one": 1, "three": 1})
     with pytest.raises(LoaderError, match="limit 1 leaves no row of source 'one'"):
-        Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights={"one": 1, "two": 1}, limit=1)
+        open_loader(rows, 200, weights={"one": 1, "two": 1}, limit=1)
 
 
 def backwards(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -150,9 +143,6 @@ def test_arrays_follow_their_rows(folder: Path) -> None:
     assert all(array.flags.c_contiguous for array in batch.values())
 
 
-# Skipping
-
-
 RANGES = st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda pair: (pair[0], sum(pair)))
 
 
@@ -160,14 +150,12 @@ RANGES = st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda pair: (pai
 @given(st.lists(RANGES, max_size=6))
 def test_skipped_batches_are_left_out(folder: Path, skip: list[tuple[int, int]]) -> None:
     left = [i for i in range(100) if not any(a <= i < b for a, b in skip)]
-    loader, plain = (Loader([folder / "b.npz"], LAYOUT, 10, 3, Toy().prepare, skip=ranges) for ranges in (skip, []))
+    plain = open_loader(folder, 10)
+    loader = plain.skipping(skip)
     assert [loader.unskipped_index(i) for i in range(30)] == left[:30]
     assert equal(loader.batch(7), plain.batch(left[7])), "and nothing else changes"
     with pytest.raises(ValueError, match="cannot skip"):
         merge_ranges([(3, 3)])
-
-
-# Random streams
 
 
 def test_random_streams_differ_and_repeat(folder: Path) -> None:
@@ -179,9 +167,6 @@ def test_random_streams_differ_and_repeat(folder: Path) -> None:
     assert open_loader(folder, 64, limit=64, phase=1).batch(4)["noise"].tobytes() != noise[4]
     assert open_loader(folder, 64, limit=64, seed=9).batch(4)["noise"].tobytes() != noise[4]
     assert generator(1, 2).random() == generator(1, 2).random() != generator(2, 1).random()
-
-
-# Workers
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -216,17 +201,19 @@ def test_killed_workers_are_started_again_and_no_batch_changes(folder: Path, tmp
         skip=[(3, 5)],
         on_loss=said.append,
     )
-    iterator = loader.batches(2, 12)
+    iterator = loader.batches(2)
     got = [next(iterator)]
     first = int(pid_file.read_text())
     time.sleep(ahead)
     os.kill(first, signal.SIGKILL)
-    got += list(iterator)
-    whole = open_loader(folder, skip=[(3, 5)]).batches(2, 12)
+    while len(got) < 10 or not said:  # the other may make many before anybody sees that this one is gone
+        got.append(next(iterator))
+    whole = open_loader(folder, skip=[(3, 5)]).batches(2, 2 + len(got))
     assert all(equal(a, b) for a, b in zip(got, whole, strict=True))
     assert len(said) == 1
     assert re.search(r"started again at batch \d+, as one was gone; was it killed", said[0])
     assert int(pid_file.read_text()) != first
+    iterator.close()  # type: ignore[attr-defined]
 
 
 def test_workers_that_are_killed_again_and_again_are_an_error_not_a_hang(
@@ -330,34 +317,26 @@ def test_closing_ends_the_workers(folder: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-# Damage
-
-
-def damaged(folder: Path, positions: dict[str, list[int]]) -> Path:
-    """Flip a bit in the records at these row numbers of the named shards."""
-    toy_shards(folder, COUNTS)
-    for name, rows in positions.items():
-        i = ord(name[0]) - ord("a")
-        data = bytearray((folder / name).read_bytes())
-        begin = data.index(toy_batch(2, sum(COUNTS[:i]), seed=0)["records"]["row"][:1].tobytes(), 64)
-        with np.load(folder / name) as archive:
-            begin = data.index(archive["records"][:3].tobytes())
-        for row in rows:
-            data[begin + row * LAYOUT.record.itemsize + 9] ^= 4
-        (folder / name).write_bytes(data)
-    return folder
+def damage(path: Path, *rows: int) -> None:
+    """Flip a bit in these records of a shard."""
+    with np.load(path) as archive:
+        data, begin = bytearray(path.read_bytes()), archive["records"][:3].tobytes()
+    for row in rows:
+        data[data.index(begin) + row * LAYOUT.record.itemsize + 9] ^= 4
+    path.write_bytes(data)
 
 
 def test_damaged_blocks_are_replaced_alike_by_all(tmp_path: Path) -> None:
     """Blocks: a has 0, 1 (short); b has 0 (short); c has 0, 1, 2 (short). Bad: a/1, b/0, c/2."""
-    folder = damaged(tmp_path, {"a.npz": [BLOCK + 10], "b.npz": [3], "c.npz": [2 * BLOCK + 1]})
+    toy_shards(tmp_path, COUNTS)
+    rows = Catalogue(tmp_path).shards()
+    for name, row in (("a", BLOCK + 10), ("b", 3), ("c", 2 * BLOCK + 1)):
+        damage(tmp_path / f"{name}.npz", row)
     told: list[list[tuple[str, int]]] = []
     streams = []
     for workers in (0, 2):
         found: list[tuple[str, int]] = []
-        loader = open_loader(
-            folder, workers=workers, on_damage=lambda name, block, reason, f=found: f.append((name, block))
-        )
+        loader = open_loader(rows, workers=workers, on_damage=lambda *facts, f=found: f.append(facts[:2]))
         assert loader.count == N
         streams.append(list(loader.batches(0, loader.per_epoch)))
         told.append(found)
@@ -378,47 +357,41 @@ def test_damaged_blocks_are_replaced_alike_by_all(tmp_path: Path) -> None:
 
 
 def test_nothing_sound_left(tmp_path: Path) -> None:
-    write_shard(tmp_path / "a.npz", LAYOUT, toy_batch(100), META)
-    data = bytearray((tmp_path / "a.npz").read_bytes())
-    data[data.index(toy_batch(100)["records"].tobytes())] ^= 1
-    (tmp_path / "a.npz").write_bytes(data)
+    toy_shards(tmp_path, [100])
+    rows = Catalogue(tmp_path).shards()
+    damage(tmp_path / "a.npz", 0)
     with pytest.raises(LoaderError, match="all 1 blocks are damaged"):
-        open_loader(tmp_path).batch(0)
+        open_loader(rows).batch(0)
     with pytest.raises(LoaderError, match="no healthy shard"):
-        Loader([], LAYOUT, 10, 0, Toy().prepare)
-    (tmp_path / "a.npz").write_bytes(b"")
-    with pytest.raises(ShardError, match=r"a\.npz: truncated"):
-        open_loader(tmp_path)
+        open_loader([])
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=pytest.mark.soak)])
 def test_flipped_bits_never_reach_a_batch(tmp_path: Path, flips: int) -> None:
     """Detected, or every batch is equal bit for bit; where rows are replaced, they are rows of the data."""
-    counts, path = [BLOCK + 50, 60], tmp_path / "a.npz"
-    toy_shards(tmp_path, counts)
-    clean = [open_loader(tmp_path, 1403).batch(i) for i in range(3)]  # just more than an epoch: every row
-    rows = {
-        (int(r), int(s), p.tobytes()) for b in clean for r, s, p in zip(b["row"], b["sum"], b["pixels"], strict=True)
-    }
-    whole, rng, detected = path.read_bytes(), np.random.default_rng(11), 0
+    path = tmp_path / "a.npz"
+    toy_shards(tmp_path, [BLOCK + 50, 60])
+    shards = Catalogue(tmp_path).shards()
+
+    def batches(**chosen: Any) -> list[dict[str, np.ndarray]]:
+        loader = open_loader(shards, 1403, **chosen)
+        return [loader.batch(i) for i in range(3)]  # just more than an epoch: every row
+
+    def rows(batches: list[dict[str, np.ndarray]]) -> set[Any]:
+        names = ("row", "sum", "pixels")
+        columns = [[value.tobytes() for batch in batches for value in batch[name]] for name in names]
+        return set(zip(*columns, strict=True))
+
+    clean, whole, rng, detected = batches(), path.read_bytes(), np.random.default_rng(11), 0
     for bit in rng.integers(0, len(whole) * 8, flips):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << int(bit % 8)
         path.write_bytes(data)
-        found: list[str] = []
-        try:
-            loader = open_loader(tmp_path, 1403, on_damage=lambda *facts, f=found: f.append(str(facts)))
-            got = [loader.batch(i) for i in range(3)]
-        except ShardError:
-            detected += 1
-            continue
+        found: list[Any] = []
+        got = batches(on_damage=lambda *facts, f=found: f.append(facts))
         if found:
             detected += 1
-            assert {
-                (int(r), int(s), p.tobytes())
-                for b in got
-                for r, s, p in zip(b["row"], b["sum"], b["pixels"], strict=True)
-            } <= rows, bit
+            assert rows(got) <= rows(clean), bit
         else:
             assert all(equal(a, b) for a, b in zip(got, clean, strict=True)), bit
     assert detected > flips / 2
@@ -431,40 +404,36 @@ def test_a_shard_that_cannot_be_opened_is_replaced_like_damaged_blocks(tmp_path:
     (tmp_path / "a.npz").write_bytes(b"PK" + bytes((tmp_path / "a.npz").stat().st_size - 2))
     (tmp_path / "c.npz").unlink()
     found: list[tuple[str, int]] = []
-    loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda name, block, why: found.append((name, block)))
+    loader = open_loader(rows, 100, on_damage=lambda *facts: found.append(facts[:2]))
     got = rows_of(loader, range(8))
     assert set(got.tolist()) == set(range(300, 500))
     assert sorted(found) == [("a.npz", WHOLE), ("c.npz", WHOLE)]
-    with_workers = Loader(rows, LAYOUT, 100, 0, Toy().prepare, workers=1)
+    with_workers = open_loader(rows, 100, workers=1)
     assert all(equal(a, loader.batch(i)) for i, a in enumerate(with_workers.batches(0, 3)))
     (tmp_path / "b.npz").unlink()
     with pytest.raises(LoaderError, match=r"all 3 blocks are damaged, the last one: .*no such file"):
-        Loader(rows, LAYOUT, 100, 0, Toy().prepare).batch(0)
+        open_loader(rows, 100).batch(0)
 
 
 @pytest.mark.parametrize("window", [0, 1])
 def test_a_damaged_block_of_a_source_is_replaced_by_rows_of_it(tmp_path: Path, window: int) -> None:
     """Else one flipped bit would overturn the weights."""
     rows = two_sources(tmp_path)
-    path = tmp_path / "a.npz"
-    data = bytearray(path.read_bytes())
-    data[data.index(toy_batch(4000)["records"].tobytes()) + 100] ^= 1
-    path.write_bytes(data)
+    damage(tmp_path / "a.npz", 6)
     weights = {"one": 3.0, "two": 1.0}
-    loader = Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights=weights, window_blocks=window)
+    loader = open_loader(rows, 200, weights=weights, window_blocks=window)
     batches = [loader.batch(i)["row"] for i in range(40)]
     assert {int((batch >= 6000).sum()) for batch in batches} == {50}
     assert min(int(batch.min()) for batch in batches) >= 4000
     (tmp_path / "b.npz").unlink()
     with pytest.raises(LoaderError, match="all 1 blocks of source 'two' are damaged"):
-        Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights=weights).batch(0)
+        open_loader(rows, 200, weights=weights).batch(0)
 
 
 def test_a_file_that_changes_after_its_check_is_replaced_and_no_wild_pointer(tmp_path: Path) -> None:
     toy_shards(tmp_path, [300, 200])
     said: list[str] = []
-    rows = Catalogue(tmp_path).shards("train")
-    loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda name, block, why: said.append(why))
+    loader = open_loader(tmp_path, 100, on_damage=lambda name, block, why: said.append(why))
     rows_of(loader, range(5))  # every block has been checked
     offsets = toy_batch(300)["target_offset"]
     with open(tmp_path / "a.npz", "r+b") as file:
@@ -482,11 +451,10 @@ def read_epoch(folder: Path, soft: int, hard: int, answer: Path) -> None:
     import resource  # Windows has none, and no forkserver
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    damage: list[Any] = []
+    found: list[Any] = []
     try:
-        rows = Catalogue(folder).shards("train")
-        loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda *facts: damage.append(facts))
-        answer.write_text(f"{len(np.unique(rows_of(loader, range(loader.per_epoch))))} rows, {len(damage)} damaged")
+        loader = open_loader(folder, 100, on_damage=lambda *facts: found.append(facts))
+        answer.write_text(f"{len(np.unique(rows_of(loader, range(loader.per_epoch))))} rows, {len(found)} damaged")
     except LoaderError as error:
         answer.write_text(str(error))
 
@@ -525,9 +493,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, forkserver: Any) -> 
     size = sum(path.stat().st_size for path in tmp_path.glob("*.npz"))
     assert size > 50e6
     assert int((tmp_path / "answer").read_text()) < size / 3
-
-
-# Validation
 
 
 def test_sequential(folder: Path) -> None:

@@ -53,7 +53,7 @@ class CatalogueError(ValueError):
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One shard: `name` is its path inside the folder (with /), `bytes` its size. `remote`: the catalogue's folder, where
+    """One shard: `name` is its path inside the folder (with /), `bytes` its size. `remote`: its catalogue's folder, if
     the shard lies elsewhere (`matrixlib.data.remote.local_path` brings it)."""
 
     name: str

@@ -16,8 +16,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ from matrixlib.data.order import (
     places_of,
 )
 from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars
-from matrixlib.data.remote import check_cache, fetch_ahead
-from matrixlib.data.shards import BLOCK, Batch, Layout, Shard
+from matrixlib.data.remote import fetch_ahead
+from matrixlib.data.shards import BLOCK, Batch, Layout
 from matrixlib.files import end_with_parent
 from matrixlib.hardware import backend
 
@@ -83,9 +83,6 @@ class Pass:
         return self.make()
 
 
-# Batches by number
-
-
 @dataclass
 class Item:
     """What a worker sends: tensors and the damage it met, or why there are none. seconds: that it took to make."""
@@ -99,23 +96,18 @@ class Item:
 
 @dataclass(frozen=True)
 class Numbered:
-    """Batches by their number: what a worker has."""
+    """Batches by their number: what a worker has. rows(i): (B,) those of batch i, of all ranks; stream(i): its random
+    stream."""
 
     reader: Reader
     prepare: Prepare
     ranks: RankSlice
-
-    def members(self, i: int) -> np.ndarray:
-        """(B,) row numbers of batch i, those of all ranks."""
-        raise NotImplementedError
-
-    def stream(self, i: int) -> np.random.Generator:
-        """The random stream of batch i."""
-        raise NotImplementedError
+    rows: Callable[[int], np.ndarray]
+    stream: Callable[[int], np.random.Generator]
 
     def arrays(self, i: int) -> Arrays:
         """This rank's rows of batch i, prepared with its part of the stream."""
-        rows = self.members(i)
+        rows = self.rows(i)
         own = self.ranks.rows(rows)
         batch = self.prepare(self.reader.gather(own), self.ranks.stream(self.stream(i), len(rows)))
         return checked(batch, len(own))
@@ -131,57 +123,7 @@ class Numbered:
         return Item(tensors, self.reader.new_damage(), seconds=time.perf_counter() - began)
 
 
-@dataclass(frozen=True)
-class Rows(Numbered):
-    """These rows once, in their order; the last batch may be short."""
-
-    rows: np.ndarray
-    size: int
-    seed: int
-
-    def __len__(self) -> int:
-        """A last batch with too few rows for every rank is none of this one's where it has no row of it."""
-        whole, rest = divmod(len(self.rows), self.size)
-        return whole + (rest > self.ranks.rank)
-
-    def members(self, i: int) -> np.ndarray:
-        return self.rows[i * self.size : (i + 1) * self.size]
-
-    def stream(self, i: int) -> np.random.Generator:
-        return generator(SEQUENTIAL, self.seed, i)
-
-
-@dataclass(frozen=True)
-class Batches(Numbered):
-    """The endless stream of shuffled epochs, but for ranges (start, stop) of batches that are skipped."""
-
-    order: Order | Mixture
-    size: int
-    skip: tuple[tuple[int, int], ...]
-
-    def unskipped_index(self, i: int) -> int:
-        """The number of the i-th batch that is not skipped, in the stream with nothing skipped."""
-        for start, stop in self.skip:
-            i += stop - start if i >= start else 0
-        return i
-
-    def rows(self, number: int) -> np.ndarray:
-        """(B,) row numbers of the batch of this number in the stream with nothing skipped."""
-        return self.order.rows(np.arange(number * self.size, (number + 1) * self.size))
-
-    def members(self, i: int) -> np.ndarray:
-        return self.rows(self.unskipped_index(i))
-
-    def stream(self, i: int) -> np.random.Generator:
-        number = self.unskipped_index(i)
-        return generator(PREPARE, self.order.seed, self.order.phase, number * self.size // self.reader.count, number)
-
-
-# Worker processes
-
-
-_source: Numbered | None = None
-"""What this worker process makes batches of."""
+_source: Numbered | None = None  # what this worker process makes batches of
 
 
 def _start_worker(source: bytes) -> None:
@@ -197,6 +139,13 @@ def _work(i: int) -> Item:
     return _source.item(i)
 
 
+def unskipped(skip: Sequence[tuple[int, int]], i: int) -> int:
+    """The number of the i-th batch that is not skipped, in the stream with nothing skipped."""
+    for start, stop in skip:
+        i += stop - start if i >= start else 0
+    return i
+
+
 class Workers:
     """Processes that make batches ahead, `prefetch` each; tensors come through shared memory. Never by fork, which
     copies locks and threads in any state."""
@@ -208,24 +157,21 @@ class Workers:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
         self._numbers, self._futures = iter(numbers), deque[Future[Item]]()
-        for _ in range(workers * prefetch):
-            self._submit()
+        self._submit(workers * prefetch)
 
-    def _submit(self) -> None:
-        for i in self._numbers:
-            self._futures.append(self._pool.submit(_work, i))
-            return
+    def _submit(self, count: int) -> None:
+        self._futures += [self._pool.submit(_work, i) for i in islice(self._numbers, count)]
 
     def take(self, timeout: float) -> Item:
         """The next batch. Raises BrokenProcessPool, TimeoutError (0: never)."""
         item = self._futures[0].result(timeout or None)
         self._futures.popleft()
-        self._submit()
+        self._submit(1)
         return item
 
     @property
     def ready(self) -> int:
-        """Batches that came before their turn."""
+        """Batches that are ready before their turn."""
         return sum(future.done() for future in self._futures)
 
     def close(self) -> None:
@@ -236,31 +182,21 @@ class Workers:
             process.kill()
 
 
-# The loader
-
-
-def _row_of(item: ShardRow | Path | str, layout: Layout) -> ShardRow:
-    if isinstance(item, ShardRow):
-        return item
-    path = Path(item)
-    return ShardRow(path.name, path, "", "", len(Shard(path, layout)), 0, "", "healthy", "", {})
-
-
 class Loader:
     """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
 
-    shards: catalogue rows or paths, in catalogue order. limit: rows that are kept (0: all; see `kept_rows`).
-    window_blocks: the shuffle window (0: everything). weights: each source's part of every batch; without them a source
-    counts as much as it has rows. skip: ranges (start, stop) of batch numbers that are left out. prepare(batch, rng) is
-    sent to workers by cloudpickle. on_damage(name, block, reason) is called here once for every damaged block,
-    on_loss(text) when workers are started again or memory could not be page-locked. timeout: seconds without a batch
-    after which workers count as hung (0: never). sidecars: what comes beside each row. ranks: which rows of each batch
-    are made. Raises ShardError, LoaderError, RemoteError.
+    shards: of a catalogue, in its order. limit: rows that are kept (0: all; see `kept_rows`). window_blocks: the
+    shuffle window (0: everything). weights: each source's part of every batch; by default its part of the rows. skip:
+    ranges (start, stop) of batch numbers that are left out. prepare(batch, rng) is sent to workers by cloudpickle.
+    on_damage(name, block, reason) is called here once for every damaged block, on_loss(text) when workers are started
+    again or memory could not be page-locked. timeout: seconds without a batch after which workers count as hung (0:
+    never). sidecars: what comes beside each row. ranks: which rows of each batch are made. Raises LoaderError,
+    RemoteError.
     """
 
     def __init__(
         self,
-        shards: Sequence[ShardRow | Path | str],
+        shards: Sequence[ShardRow],
         layout: Layout,
         batch_size: int,
         seed: int,
@@ -282,20 +218,18 @@ class Loader:
     ) -> None:
         if not shards:
             raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
-        if batch_size < 1 or min(limit, window_blocks, workers) < 0 or prefetch < 1:
-            raise ValueError("batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0")
         if batch_size < ranks.size:
             raise ValueError(f"a batch of {batch_size} rows for {ranks.size} ranks: use a larger one, or fewer ranks")
-        rows = [_row_of(item, layout) for item in shards]
         if weights:
-            rows = [row for name in weights for row in rows if row.source == name]
-            if lacking := set(weights) - {row.source for row in rows}:
+            shards = [row for name in weights for row in shards if row.source == name]
+            if lacking := set(weights) - {row.source for row in shards}:
                 raise LoaderError(f"no healthy shard of source '{min(lacking)}', which has a weight")
         self._window = window_blocks * len(weights or (0,))  # blocks, and so shards, from which rows come at a time
-        self._reader = Reader(rows, layout, limit, bool(weights), sidecars, 2 * self._window)
+        self._reader = Reader(shards, layout, limit, bool(weights), sidecars, 2 * self._window)
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
-        order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
-        self._batches = Batches(self._reader, prepare, ranks, order, batch_size, merge_ranges(skip))
+        self._order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
+        self._prepare, self._ranks, self._seed, self._phase = prepare, ranks, seed, phase
+        self._skip = merge_ranges(skip)
         self._workers, self._prefetch, self._pin = workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
         self._on_loss, self._timeout, self._max_restarts = on_loss, timeout, MAX_RESTARTS
@@ -307,13 +241,28 @@ class Loader:
 
     def unskipped_index(self, i: int) -> int:
         """Number of batch i in the stream with nothing skipped: what a range in `skip` counts."""
-        return self._batches.unskipped_index(i)
+        return unskipped(self._skip, i)
 
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
         """This loader with other ranges of unskipped batch numbers left out; both share the files that are open."""
         other = copy.copy(self)
-        other._batches = replace(self._batches, skip=merge_ranges(skip))
+        other._skip = merge_ranges(skip)
         return other
+
+    def _batches(self) -> Numbered:
+        """The endless stream of shuffled epochs, but for what is skipped."""
+        order, skip, size, count = self._order, self._skip, self.batch_size, self._reader.count
+        key = PREPARE, self._seed, self._phase
+
+        def rows(i: int) -> np.ndarray:
+            number = unskipped(skip, i)
+            return order.rows(np.arange(number * size, (number + 1) * size))
+
+        def stream(i: int) -> np.random.Generator:
+            number = unskipped(skip, i)
+            return generator(*key, number * size // count, number)
+
+        return Numbered(self._reader, self._prepare, self._ranks, rows, stream)
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """(N, ...) what `look` makes of the records of all rows, in their order, some of them at a time."""
@@ -328,33 +277,41 @@ class Loader:
 
     def records(self, number: int) -> Batch:
         """Stored rows of the batch with this unskipped number, as they lie in the shards: evidence after a blow-up."""
-        return self._reader.gather(self._batches.rows(number))
+        return self._reader.gather(self.skipping(())._batches().rows(number))
 
     def batch(self, i: int) -> Arrays:
         """Batch i, made here; every array (B, ...)."""
-        arrays = self._batches.arrays(i)
+        arrays = self._batches().arrays(i)
         self._report(self._reader.new_damage())
         return arrays
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
         """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers, which end when
-        the iterator is closed. Where one is gone or hangs, all are started again from the batch that never came;
-        LoaderError when that happens more than `MAX_RESTARTS` times."""
-        return self._iterate(self._batches, range(start, ENDLESS if stop is None else stop), self._workers)
+        the iterator is closed. Where one is gone or hangs, all are started again from the batch that never came."""
+        return self._iterate(self._batches(), range(start, ENDLESS if stop is None else stop), self._workers)
 
     def sequential(self, batch_size: int, sample: int = 0) -> Pass:
         """Every row once, in order (validation); the last batch may be short. sample > 0: so many rows, always the
         same for a seed."""
-        rows = np.arange(self.count) if self._only is None else self._only
-        own = self._batches
-        if 0 < sample < len(rows):
-            rows = rows[np.sort(permute(np.arange(sample), len(rows), make_key(SAMPLE, own.order.seed)))]
-        source = Rows(own.reader, own.prepare, own.ranks, rows, batch_size, own.order.seed)
-        workers = self._workers if len(source) >= MIN_WORKER_BATCHES else 0
-        return Pass(len(source), lambda: self._iterate(source, range(len(source)), workers))
+        kept = np.arange(self.count) if self._only is None else self._only
+        seed, ranks = self._seed, self._ranks
+        if 0 < sample < len(kept):
+            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(SAMPLE, seed)))]
+
+        def rows(i: int) -> np.ndarray:
+            return kept[i * batch_size : (i + 1) * batch_size]
+
+        def stream(i: int) -> np.random.Generator:
+            return generator(SEQUENTIAL, seed, i)
+
+        source = Numbered(self._reader, self._prepare, ranks, rows, stream)
+        whole, rest = divmod(len(kept), batch_size)
+        length = whole + (rest > ranks.rank)  # a last batch without a row of this rank is none of its
+        workers = self._workers if length >= MIN_WORKER_BATCHES else 0
+        return Pass(length, lambda: self._iterate(source, range(length), workers))
 
     def rows_in(self, name: str, block: int) -> int:
-        """Rows of a shard's block (`WHOLE`: of all of them) that are used: what damage to it loses."""
+        """Rows of a shard's block (`WHOLE`: of all of them) that are used."""
         return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
@@ -378,26 +335,23 @@ class Loader:
         return ""
 
     def check_cache(self) -> None:
-        """See `matrixlib.data.remote.check_cache`, for the training batches."""
+        """Raises RemoteError where the shards that training rows come from at a time do not fit in the cache."""
         if self._reader.remote is not None:
-            check_cache(self._reader.remote, self._reader.shards, self._window)
+            self._reader.remote.check_room([row.bytes for row in self._reader.shards], self._window)
 
     def _iterate(self, source: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
         """The batches of these numbers; shards of a data set elsewhere are brought here before."""
-        batches = self._from_workers(source, numbers, workers) if workers else self._made_here(source, numbers)
+        here = (self._unpack(source.item(i)) for i in numbers)
+        batches = self._from_workers(source, numbers, workers) if workers else here
         reader, remote = self._reader, self._reader.remote
         if remote is None:
             return batches
         if not self._window:
             return fetch_ahead(batches, remote, reader.shards, iter([set(range(len(reader.shards)))]), 1)
-        own = (source.ranks.rows(source.members(i)) for i in numbers)
+        own = (source.ranks.rows(source.rows(i)) for i in numbers)
         wanted = (set(np.unique(reader.shards_of(rows)).tolist()) for rows in own)
-        ahead = self._window * BLOCK // max(1, len(source.members(numbers.start)))
+        ahead = self._window * BLOCK // max(1, len(source.rows(numbers.start)))
         return fetch_ahead(batches, remote, reader.shards, wanted, ahead)
-
-    def _made_here(self, source: Numbered, numbers: range) -> Generator[Tensors, None, None]:
-        for i in numbers:
-            yield self._unpack(source.item(i))
 
     def _from_workers(self, source: Numbered, numbers: range, workers: int) -> Generator[Tensors, None, None]:
         import cloudpickle

@@ -159,14 +159,6 @@ class Mixture:
     parts: tuple[Order, ...]
     places: tuple[int, ...]
 
-    @property
-    def seed(self) -> int:
-        return self.parts[0].seed
-
-    @property
-    def phase(self) -> int:
-        return self.parts[0].phase
-
     @cached_property
     def _pattern(self) -> tuple[np.ndarray, np.ndarray]:
         """(PERIOD,) the source of each place, and how many places of that source come before it."""

@@ -109,6 +109,15 @@ class Remote:
             os.utime(known)
         return path.parent
 
+    def check_room(self, sizes: Sequence[int], at_once: int) -> None:
+        """Raises RemoteError where the largest `at_once` (0: all) shards of these sizes do not fit in the cache."""
+        size = sum(sorted(sizes, reverse=True)[: at_once or None])
+        if size > self.bytes:
+            raise RemoteError(
+                f"{self.url}: rows come from {at_once or len(sizes):,} shards at a time, {size / 2**30:.3g} GiB, and "
+                f"data.cache is {self.bytes / 2**30:.3g} GiB: raise it, or set data.window_blocks to fewer"
+            )
+
     def path(self, row: ShardRow) -> Path:
         """Where a shard lies on this machine, if it does: by its contents."""
         return self.root / "shards" / f"{row.sha256}.npz"
@@ -206,19 +215,6 @@ def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
 def local_path(row: ShardRow) -> Path:
     """Path of a shard's file, brought here if it lies elsewhere. Raises ShardError, RemoteError."""
     return row.path if row.remote is None else Remote.open(row.remote).fetch(row)
-
-
-# Ahead of the batches
-
-
-def check_cache(remote: Remote, shards: Sequence[ShardRow], at_once: int) -> None:
-    """Raises RemoteError where so many shards (0: all), which rows come from at a time, do not fit in the cache."""
-    size = sum(sorted((row.bytes for row in shards), reverse=True)[: at_once or None])
-    if size > remote.bytes:
-        raise RemoteError(
-            f"{remote.url}: rows come from {at_once or len(shards):,} shards at a time, {size / 2**30:.3g} GiB, and "
-            f"data.cache is {remote.bytes / 2**30:.3g} GiB: raise it, or set data.window_blocks to fewer"
-        )
 
 
 def fetch_ahead(
