@@ -50,24 +50,9 @@ def settled(**changes: object) -> Health:
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "finite", "action"),
-    [
-        (-3.0, 1e30, True, OK),
-        (NAN, 0.5, True, SKIP),
-        (-INF, 0.5, True, SKIP),
-        (1.0, INF, True, SKIP),
-        (1.0, 0.5, False, SKIP),  # inf - inf in two terms, say
-    ],
-)
-def test_one_update(loss: float, norm: float, finite: bool, action: Action) -> None:
-    health = Health(options())
-    assert health.judge(stats(0, loss, norm, finite=finite)) is action
-    assert (health.skipped, health.updates) == (action is SKIP, 1)
-
-
-@pytest.mark.parametrize(
     ("updates", "actions"),
     [
+        ([(-3.0, 1e30), (-INF, 0.5), (1.0, INF)], [OK, SKIP, SKIP]),
         ([BAD] * 3, [SKIP, SKIP, ROLLBACK]),
         ([BAD, BAD, GOOD, BAD, BAD], [SKIP, SKIP, OK, SKIP, SKIP]),
         ([BAD, GOOD] * 4, [SKIP, OK] * 4),

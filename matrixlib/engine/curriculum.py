@@ -115,9 +115,7 @@ STATE = ("phase", "history", "_next", "_validations", "_good", "_bad", "_falls")
 
 
 class Curriculum:
-    """A state machine over update counts and validation metrics. phase: number of the one in force. history: (update,
-    phase) of every change, the first being (0, 0).
-    """
+    """A state machine over updates and validations. phase: in force; history: (update, phase) of every change."""
 
     def __init__(self, config: CurriculumConfig, dimensions: Mapping[str, StagesConfig]) -> None:
         self.config, self.phases, self.phase = config, phases(dimensions), 0

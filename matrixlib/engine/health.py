@@ -127,9 +127,7 @@ class Health(State):
         return sum(self.clips) / len(self.clips) if self.clips else 0.0
 
     def target(self, checkpoints: Sequence[int]) -> int | None:
-        """Which of the checkpoints (update counts) a rollback goes to: the newest from before the trouble began, the
-        one before that where the last rollback went to the same already; None where none is good.
-        """
+        """Checkpoint to roll back to: the newest from before the trouble, an older one the second time; None = none."""
         good = sorted(step for step in checkpoints if step <= self.onset)
         if len(good) > 1 and good[-1] == self.cut_at:
             good.pop()

@@ -123,18 +123,14 @@ class OomBackoff:
 
 @dataclass
 class Chunk:
-    """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. calm: checks in a row
-    well below `memory.warn`. changes: of `rows`.
-    """
+    """Rows that layers of the self-supervised terms work on at once, 0 = all; calm: checks in a row."""
 
     rows: int = 0
     calm: int = 0
     changes: int = 0
 
     def check(self, used: float, warn: float, micro_batch: int) -> bool:
-        """Take in the share of the memory in use; True when `rows` changes: halved above `warn`, down to an eighth of
-        the micro-batch, doubled after `CALM_CHECKS` calm checks.
-        """
+        """Halve `rows` above `warn`, down to an eighth; double them after calm checks; True if they change."""
         before, present = self.rows, min(self.rows or micro_batch, micro_batch)
         self.calm = self.calm + 1 if used < warn - 2 * HYSTERESIS else 0
         if used > warn and present // 2 >= max(1, micro_batch // 8):

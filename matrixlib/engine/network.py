@@ -31,10 +31,7 @@ class GameTask(Protocol):
 
 
 class Network:
-    """A network in evaluation mode with its task's encoding, whatever the game.
-
-    serving: how batches are cut, filled and compiled; what the policy says of the device unless given.
-    """
+    """A network in evaluation mode with its task's encoding. serving: how batches are cut, filled and compiled."""
 
     sha256: str = ""
     """Of the file that its weights are from; empty where they are from none."""

@@ -1,7 +1,4 @@
-"""Parts of a training that its caller gives beside the configuration: heads, a trunk, losses, a schedule, an optimizer.
-
-They may be defined in a notebook's cell. A run records their source, and is resumed only with the same ones.
-"""
+"""Parts of a training that its caller gives, maybe in a cell: heads, a trunk, losses, a schedule, an optimizer."""
 
 from __future__ import annotations
 

@@ -52,10 +52,7 @@ def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Calla
 
 @dataclass
 class Plateau(State):
-    """Cuts the rate after so many full validations without improvement.
-
-    best: lowest full loss that the next has to beat. stale: full validations since. cuts: of the rate so far.
-    """
+    """Cuts the rate after so many (`stale`) full validations without one below `best`; cuts: so far."""
 
     config: OptimConfig
     best: float | None = None
@@ -83,9 +80,7 @@ class Plateau(State):
 
 
 class Dropout:
-    """Dropout rates of a network in stages, each a factor for an equal part of the run: `p` of torch's own modules, and
-    the float `dropout` that attention and recurrent layers hand to a kernel.
-    """
+    """Dropout rates in stages, each a factor for an equal part of the run: `p` of modules, `dropout` of attention."""
 
     def __init__(self, modules: Iterable[Any], stages: Sequence[float]) -> None:
         self._stages, self.factor = stages or (1.0,), 1.0
@@ -112,11 +107,8 @@ class Dropout:
 
 @dataclass
 class Gate(State):
-    """When the self-supervised terms take part in an update, and by how much: they rise to their weight over a warm-up,
-    are left out for a while after an unstable update, and may have a time limit.
-
-    frozen_until: update index from which the terms take part again. row_seconds: measured, with a time limit only.
-    left_out: rows that the limit left without them.
+    """When the self-supervised terms take part in an update, and by how much. frozen_until: update index from which
+    they take part again. row_seconds: measured, with a time limit only. left_out: rows that it left without them.
     """
 
     config: GatingConfig

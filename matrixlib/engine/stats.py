@@ -173,9 +173,7 @@ class State:
 
 @dataclass
 class RateLimiter(State):
-    """Lets one message of each kind through in an interval (config, in updates), with how often it came since the last.
-    since: update at which a kind was let through last. again: how often since then.
-    """
+    """Lets one message of each kind through in `config` updates (since which), with how often it came `again`."""
 
     config: int
     since: dict[str, int] = field(default_factory=dict)

@@ -167,9 +167,7 @@ class Step:
         return gather_full(tensors, self.ranks) if self.sharded else tensors, state
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
-        """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is. ValueError for the state of
-        another optimiser.
-        """
+        """Inverse of `state_dict`, but for a micro-batch halved since; ValueError for another optimiser's state."""
         tensors, state = checkpoint.tensors, checkpoint.state
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
@@ -205,9 +203,7 @@ class Step:
         return UpdatePlan(self.task, batch, weights, active - gated, until, self.ranks)
 
     def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[Message]]:
-        """Gradients in `.grad`; the plan, sums on the device, messages. Where memory runs out, or the compiler fails
-        at the first update, it is repeated with half the micro-batch, or uncompiled, from the same state.
-        """
+        """Gradients in `.grad`; plan, sums on the device, messages. Repeated where memory or the compiler failed."""
         messages: list[Message] = []
         if not self.ranks.first:  # nothing of it is kept: a checkpoint knows of no ranks
             self._streams = rng.of_rank(self.config.seed, self.ranks.rank, self.update, self.runtime.torch_device)

@@ -105,10 +105,8 @@ def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Seconds of each phase in each row of metrics.jsonl, NaN where it did not happen; `other` is the rest of the
-    updates' own time. Saving stands in the row after it, so that after the last update is missing.
-
-    Phases are measured longer than the update where a GPU worked while the host did something else: `read` then is the
-    host's wait for phases that are counted themselves, and what is still too much is taken from all alike.
+    updates' own time. Saving stands in the row after it. Where a GPU worked while the host did something else, `read`
+    is the wait for phases that are counted themselves; what is still too much is taken from all alike.
     """
     import pandas as pd
 

@@ -39,12 +39,9 @@ Hook = Callable[[Stats, Batch], None]
 
 @dataclass(frozen=True)
 class Context:
-    """What a trainer works with.
-
-    data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/. steps: updates of the whole
-    run. state_extra: JSON data that every checkpoint also holds (config, ...). teacher: for losses that need it.
-    hooks: (function, every): called with the stats and the host batch of every so many updates; 0 = never.
-    parts: schedule and optimizer of the caller's own. ranks: that train together; the first alone writes.
+    """What a trainer works with. folder: gets heartbeat.json and evidence/. steps: updates of the whole run.
+    state_extra: JSON data that every checkpoint also holds. hooks: (function, every): called with the stats and the
+    host batch of every so many updates; 0 = never. ranks: that train together; the first alone writes.
     """
 
     task: Task
@@ -148,9 +145,7 @@ class Trainer:
         return checkpoint.step
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin with these weights (names of the model's state) instead of random ones, the averaged ones too.
-        ValueError where updates have been made already, or where the names are not those of this model.
-        """
+        """Begin with these weights (names of the model's state), the averaged ones too; ValueError after an update."""
         if self.step:
             raise ValueError(f"the run has made {self.step} updates; weights are given before the first one")
         optim.load_tensors(self.model, tensors)
@@ -273,9 +268,7 @@ class Trainer:
         return stats
 
     def _decide(self, stats: Stats) -> tuple[Stats, int | None]:
-        """The stats with the action in force, and where a rollback goes to: without a good checkpoint the run halts,
-        or, where the loss is merely worse after a spike, leaves this update out.
-        """
+        """The stats with the action in force (HALT or SKIP without a good checkpoint) and a rollback's target."""
         if stats.action is not Action.ROLLBACK:
             return stats, None
         self.checkpoints.join()
@@ -363,9 +356,7 @@ class Trainer:
         return changed
 
     def _roll_back(self, target: int) -> Message:
-        """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
-        trouble began; what happened, in words.
-        """
+        """Go back to the checkpoint of `target` updates or an older one, past the bad batches; in words."""
         health = self._step.health
         start, stop = self._source.unskipped_index(health.onset), self._source.unskipped_index(self.step - 1) + 1
         skip = sorted([*self.skip, (start, stop)])  # also those that a checkpoint from before them does not know
