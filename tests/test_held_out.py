@@ -65,6 +65,7 @@ def test_positions_without_a_value_target_are_evaluated_by_policy_alone() -> Non
         batch["policy_weight"] = (batch["policy_index"] >= 0).float()
     figures = held_out.held_out(net, SimpleNamespace(sequential=lambda batch_size, sample: iter(plain)))
     assert {"top1", "policy_kl"} <= figures.keys()
+    assert isinstance(figures["positions"], int), "a table shows a count"
     assert not {"wdl_accuracy", "value_correlation"} & figures.keys()
     assert "WDL" not in TASK.headline(figures)
 

@@ -38,8 +38,6 @@ def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None
         shares = list(evaluation.moves.values())
         assert sum(shares) == pytest.approx(1, abs=1e-5)
         assert shares == sorted(shares, reverse=True)
-        assert evaluation.best == next(iter(evaluation.moves))
-        assert evaluation.wdl is not None
         assert sum(evaluation.wdl) == pytest.approx(1, abs=1e-5)
         assert evaluation.value == pytest.approx(evaluation.wdl[0] - evaluation.wdl[2], abs=1e-5)
 
@@ -81,8 +79,7 @@ def test_maps_are_probabilities_and_a_finished_game_has_no_move_but_a_value(net:
     shapes = {head: maps.shape for head, maps in evaluation.ssl.items()}
     assert shapes == {"piece": (13, 8, 8), "threat": (1, 8, 8), "control": (3, 8, 8)}
     np.testing.assert_allclose(evaluation.ssl["piece"].sum(0), 1, atol=1e-5)
-    assert (over.moves, over.best) == ({}, None)
-    assert -1 <= over.value <= 1
+    assert (over.moves, over.best, abs(over.value) <= 1) == ({}, None, True)
 
 
 def packed(net: Net, count: int) -> dict[str, np.ndarray]:
@@ -102,21 +99,6 @@ def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: froze
         assert array.dtype == outputs[name].dtype == np.float32
         np.testing.assert_allclose(outputs[name], array, atol=1e-5)
         assert (plain.predict(batch, heads)[name] == array).all(), "not the same bits twice"
-
-
-def test_batches_have_few_sizes_and_the_host_waits_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = random_net()
-    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False))
-    sizes, reads = [], []
-    plain.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    numpy = torch.Tensor.numpy
-    monkeypatch.setattr(torch.Tensor, "numpy", lambda self: reads.append(len(self)) or numpy(self))
-    for count in (37, 5, 1):
-        filled.predict(packed(plain, count))
-    assert sizes == reads == [16, 16, 16, 16, 4]
-    sizes.clear()
-    plain.predict(packed(plain, 261))
-    assert sizes == [256, 5], "on the CPU a new shape costs nothing"
 
 
 @pytest.mark.parametrize(("error", "good"), [(RuntimeError, 0), (RuntimeError, 1), (torch.OutOfMemoryError, 0)])

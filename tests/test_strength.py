@@ -1,6 +1,9 @@
 """A network in a search says what `Net.evaluate` says; players made of it, fixed ones and engines; matches."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import chess
@@ -71,15 +74,12 @@ def test_the_capture_player_takes_the_best_piece() -> None:
 def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
     asked: list[str] = []
 
-    class Engine:
-        def new_game(self) -> None:
-            asked.append("new")
+    def best_move(position: str, limit: str) -> str:
+        asked.append(position)
+        return next(iter(read_position(position).legal_moves)).uci()
 
-        def best_move(self, position: str, limit: str) -> str:
-            asked.append(position)
-            return next(iter(read_position(position).legal_moves)).uci()
-
-    player: Any = engine_player(Engine(), 50)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(new_game=lambda: asked.append("new"), best_move=best_move)
+    player = engine_player(engine, 50)
     match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=4)
     told = [read_position(text) for text in asked if text != "new"]
     assert [len(board.move_stack) for board in told] == [0, 1, 2, 3]
@@ -88,28 +88,22 @@ def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
     assert asked[::2] == ["new"] * 4, "its answer is of this game alone"
 
 
-class Limited:
+@contextlib.contextmanager
+def limited(hash_mb: int, options: dict[str, Any]) -> Iterator[Any]:
     """An engine that plays the last move by name, or the first one under its own limit."""
+    assert options["UCI_LimitStrength"] is True
+    place = -1 if options["UCI_Elo"] == 1350 else 0
 
-    def __init__(self, hash_mb: int, options: dict[str, Any]) -> None:
-        assert options["UCI_LimitStrength"] is True
-        self.place = -1 if options["UCI_Elo"] == 1350 else 0
-
-    def __enter__(self) -> "Limited":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def new_game(self) -> None: ...
-
-    def best_move(self, position: str, limit: str) -> str:
+    def best_move(position: str, limit: str) -> str:
         assert limit == "nodes 50"
-        return sorted(move.uci() for move in read_position(position).legal_moves)[self.place]
+        return sorted(move.uci() for move in read_position(position).legal_moves)[place]
+
+    yield SimpleNamespace(new_game=lambda: None, best_move=best_move)
 
 
 def test_stockfish_is_met_at_its_elo_and_in_a_tournament_everybody_meets_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is limited to the Elo under whose name it plays."""
-    monkeypatch.setattr(strength, "Stockfish", Limited)
+    monkeypatch.setattr(strength, "Stockfish", limited)
     options: dict[str, Any] = {"games": 2, "engine_elo": [1350, 1400], "engine_nodes": 50, "plies": 8}
     matches = dict(strength.gauntlet(material_net(), [2, 4], tournament=True, **options))
     players = {"network 2", "network 4", "random", "best capture", "Stockfish 1350", "Stockfish 1400"}

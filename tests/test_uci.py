@@ -120,17 +120,10 @@ def test_a_finished_game_has_no_move(engine: Dialogue) -> None:
         assert lines == [f"info depth 0 score {score}", "bestmove (none)"]
 
 
-SHUFFLE = "moves " + " ".join(["g1f3", "g8f6", "f3g1", "f6g8"] * 2)
-
-
-@pytest.mark.parametrize(
-    "position",
-    [f"startpos {SHUFFLE}", "fen 7k/8/8/8/8/1Q6/8/K7 w - - 100 150", "fen 7k/8/8/8/8/8/8/K7 w - - 0 1"],
-    ids=["third occurrence", "fifty moves", "bare kings"],
-)
-def test_a_game_that_goes_on_after_a_draw_gets_a_move(engine: Dialogue, position: str) -> None:
-    engine.best(position, "nodes 50")
-    assert engine.best(position, "nodes 50 searchmoves " + engine.best(position, "nodes 9"))
+def test_a_game_that_goes_on_after_a_draw_gets_a_move(engine: Dialogue) -> None:
+    third = "startpos moves" + 2 * " g1f3 g8f6 f3g1 f6g8"
+    for position in (third, "fen 7k/8/8/8/8/1Q6/8/K7 w - - 100 150", "fen 7k/8/8/8/8/8/8/K7 w - - 0 1"):
+        assert engine.best(position, "nodes 50 searchmoves " + engine.best(position, "nodes 9"))
 
 
 def test_moves_of_the_game_count_as_occurrences() -> None:
@@ -272,10 +265,8 @@ def test_a_client_analyses_several_variations(program: chess.engine.SimpleEngine
     assert all(info["pv"][0] in board.legal_moves and info["score"].turn == chess.BLACK for info in found)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.soak)])
-def test_random_positions_without_an_illegal_move(program: chess.engine.SimpleEngine, count: int) -> None:
-    boards = [board for board in random_positions(count, seed=11) if any(board.legal_moves)]
-    for board in boards:
+def test_random_positions_without_an_illegal_move(program: chess.engine.SimpleEngine) -> None:
+    for board in (board for board in random_positions(100, seed=11) if any(board.legal_moves)):
         played = program.play(board, chess.engine.Limit(nodes=4), info=chess.engine.INFO_ALL)
         assert played.move in board.legal_moves
         assert played.info["pv"][0] == played.move

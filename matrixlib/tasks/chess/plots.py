@@ -29,8 +29,7 @@ SIZE = 220  # pixels of a board
 
 
 class Card(NamedTuple):
-    """A board to show, White below. moves: UCI -> share, the likeliest become arrows. fill: square -> `#rrggbb`. note:
-    HTML below the board."""
+    """A board, White below. moves: UCI -> share, as arrows. fill: square -> `#rrggbb`. note: HTML below."""
 
     board: chess.Board
     title: str = ""
@@ -79,8 +78,7 @@ def shares_of(batch: Mapping[str, Tensor], row: int, board: chess.Board) -> dict
 
 
 def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
-    """The first rows of a prepared batch: the policy target as arrows, below it its best moves and win-draw-loss;
-    squares that the piece head has to guess are blue."""
+    """The first rows of a prepared batch with their targets; squares that the piece head has to guess are blue."""
     part = {name: tensor[:rows].cpu() for name, tensor in batch.items()}
     cards = []
     for row, board in enumerate(boards_of(part)):

@@ -57,12 +57,11 @@ def _line(evaluation: Evaluation | None) -> str:
 class Session:
     """A game from any position, and the pages that show it.
 
-    name: of the network, for the PGN. start: a FEN, or a position as UCI has it; empty for that of chess. side: `white`
-    or `black`, the person's. simulations, seconds: of each of the network's moves; 0 for no limit, not both. ValueError
-    for what is not so, and for a network of something else than chess.
+    start: a FEN, or a position as UCI has it; empty for that of chess. side: `white` or `black`, the person's.
+    simulations, seconds: of each of the network's moves; 0 for no limit, not both. ValueError for what is not so.
 
-    A page is told of every change by one mapping of plain values, and sends mappings with a `kind` to `handle`.
-    Whatever it asks for ends the search first, so only one thread ever changes the game; so does the last page closed.
+    A page is told of every change, and sends mappings with a `kind` to `handle`. Whatever it asks for ends the search
+    first, so only one thread ever changes the game; so does the last page closed.
     """
 
     def __init__(

@@ -86,10 +86,9 @@ class BoardViewer:
     def check(self, net: Net) -> Check:
         """Whether the network's policy is one over the legal moves of every position."""
         legal = True
-        for evaluation in net.evaluate_boards([position.board for position in self.positions]):
-            moves = evaluation.moves
-            legal &= set(moves) == {move.uci() for move in evaluation.board.legal_moves}
-            legal &= not moves or abs(sum(moves.values()) - 1) < 1e-3
+        for one in net.evaluate_boards([position.board for position in self.positions]):
+            legal &= set(one.moves) == {move.uci() for move in one.board.legal_moves}
+            legal &= not one.moves or abs(sum(one.moves.values()) - 1) < 1e-3
         return "the policy is one over the legal moves", legal, f"{len(self)} positions"
 
 

@@ -41,7 +41,7 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]
     chance = {name: amount / policy for name, amount in base.items() if name.startswith(("uniform_", "best_capture"))}
     figures: dict[str, Any] = {
-        "positions": base["rows"],
+        "positions": int(base["rows"]),
         **{name: metrics[f"policy/{name}"] for name in ("top1", "top3", "top5")},
         "policy_kl": metrics["policy/kl"],
         "baselines": chance,
@@ -85,10 +85,8 @@ def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, fl
 
 
 def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, pd.DataFrame]:
-    """How often it is so where the value head says p: `calibration` in ten bins of p.
-
-    For `win`, `draw` and `loss`, or for the `score` in [0, 1] of a head with one value; targets are those of the loss.
-    """
+    """How often it is so if the value head says p, by `calibration`: for `win`, `draw` and `loss`, or for the `score`
+    in [0, 1] of a head with one value; targets are those of the loss."""
     outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
     for batch in loader.sequential(batch_size, sample=sample):
         target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
@@ -153,8 +151,7 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
 
 def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
     """(B,) Pearson correlations of rows (B, L) over the entries `among` (B, L); nan for fewer than MIN_MOVES, and where
-    one side does not vary.
-    """
+    one side does not vary."""
     among = np.ones(x.shape, bool) if among is None else among
     count = among.sum(1)
     x, y = (np.where(among, side, 0).astype(np.float64) for side in (x, y))

@@ -91,8 +91,7 @@ class Evaluation:
 
     def boards(self, others: Mapping[str, Mapping[str, float]] = {}, heading: str = "") -> HTML:
         """The network's moves, the search's and those of `others` (title -> UCI -> share) as arrows, and a map for each
-        self-supervised head. heading: HTML above them.
-        """
+        self-supervised head. heading: HTML above them."""
         from matrixlib.tasks.chess.plots import Card, boards, map_fill, map_note
 
         moves = {"network": self.moves, **({"search": self.visits} if self.search else {}), **others}
@@ -114,10 +113,8 @@ class Net(Network):
     task: ChessTask
 
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
-        """Evaluate FENs, or positions as UCI has them (`startpos moves e2e4 e7e5`, `fen <FEN> moves ...`).
-
-        The moves matter to networks that look at what came before. ValueError names a bad FEN or move.
-        """
+        """Evaluate FENs, or positions as UCI has them (`startpos moves e2e4 e7e5`, `fen <FEN> moves ...`), whose moves
+        matter to networks that look at what came before. ValueError names a bad FEN or move."""
         return list(self.evaluate_boards(_boards(positions)))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
@@ -153,8 +150,7 @@ class Net(Network):
 
     def planes(self, positions: str | Sequence[str]) -> Tensor:
         """Positions, as `evaluate` takes them, as (N, C, 8, 8) float32 planes on the network's device: the input of
-        `net.model(planes, heads)`; heads: a frozenset of "policy", "value" and "ssl_<head>".
-        """
+        `net.model(planes, heads)`; heads: a frozenset of "policy", "value" and "ssl_<head>"."""
         return self.task.planes(self.batch(positions))
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:

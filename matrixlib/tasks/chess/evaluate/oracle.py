@@ -14,11 +14,8 @@ _WORTH = (*PIECE_VALUES[:5], 1000)  # P N B R Q K, which is above all
 
 
 def maps(board: chess.Board, backwards: bool = False) -> Maps:
-    """Targets (8, 8) uint8 of one position by head, on the board of the side to move; and `ours`,
-    what that side attacks.
-
-    backwards: with pawns that attack the two squares behind them.
-    """
+    """Targets (8, 8) uint8 of one position by head, on the board of the side to move; and `ours`, what that side
+    attacks. backwards: with pawns that attack the two squares behind them."""
     board = board if board.turn == chess.WHITE else board.mirror()
     pieces = board.piece_map()
     attacks = {square: board.attacks_mask(square) for square in pieces}

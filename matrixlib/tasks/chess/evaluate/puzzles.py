@@ -1,7 +1,6 @@
 """Positions with an answer: Lichess puzzles and EPD suites, solved by the network alone and by searches with it.
 
-A solver gives a move for each of many boards. Puzzles count twice: their first move, and the whole line, in which every
-move of the solver must be found, as the literature has it. Shares come with Wilson's 95 % interval.
+Puzzles count twice: their first move, and the whole line. Shares come with Wilson's 95 % interval.
 """
 
 import os
@@ -48,10 +47,7 @@ class Puzzle:
 
 def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     """Lichess puzzles of a CSV file (columns FEN, Moves, Rating, maybe Themes; FEN is before the set-up move), also
-    compressed (.gz, .bz2, .zst).
-
-    limit: the first so many, 0 all. ValueError names the file, and the line of a puzzle that is not legal chess.
-    """
+    compressed. limit: the first so many, 0 all. ValueError names the file, and the line that is not legal chess."""
     file = _file(path)
     with opened(file) as stream:
         options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "nrows": limit or None}
@@ -156,10 +152,8 @@ def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
     values = -net.values(children).astype(np.float64)
     best: dict[int, tuple[float, str]] = {}
     for (i, move), after, value in zip(moves, children, values.tolist(), strict=True):
-        if after.is_checkmate():
-            value = 1.0
-        elif after.is_stalemate() or after.is_insufficient_material():
-            value = 0.0
+        if outcome := after.outcome():
+            value = float(outcome.winner is not None)
         if i not in best or value > best[i][0]:
             best[i] = value, move.uci()
     return [best[i][1] if i in best else None for i in range(len(boards))]
@@ -198,11 +192,8 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
 
 
 def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
-    """A row for each group and solver: puzzles, and the shares of first moves and whole lines that it finds, in percent
-    with their 95 % intervals.
-
-    Groups: `all`, bands of rating, themes of MIN_PUZZLES puzzles.
-    """
+    """A row for each group (`all`, bands of rating, themes of MIN_PUZZLES puzzles) and solver: puzzles, and the shares
+    of first moves and whole lines that it finds, in percent with their 95 % intervals."""
     results = {name: attempt(solver, puzzles) for name, solver in by.items()}
     rows = []
     for group, members in _groups(puzzles).items():

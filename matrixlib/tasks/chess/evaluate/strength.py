@@ -56,9 +56,7 @@ def capture_player(seed: int) -> Player:
 
 def engine_player(engine: Stockfish, nodes: int) -> Player:
     """Plays the moves of a UCI engine that searches so many nodes for each, as clocks say little on a shared machine.
-
-    It is told the game so far, so that it sees repetitions, and forgets all others.
-    """
+    It is told the game so far, so that it sees repetitions, and forgets all others."""
 
     def play(turn: Turn) -> Choice:
         answers = []
@@ -78,9 +76,7 @@ def engine_player(engine: Stockfish, nodes: int) -> Player:
 
 def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]:
     """Chess networks (runs, checkpoints, files) by the last part of a path, or the whole where it is not alone.
-
-    ValueError for a path that stands twice, and where there is no network of chess.
-    """
+    ValueError for a path that stands twice, and where there is no network of chess."""
     if wrong := [path for path in paths if not isinstance(path, str) or paths.count(path) > 1]:
         raise ValueError(f"opponents: {wrong[0]!r} stands there twice, or is no name: give runs, checkpoints or files")
     last = [Path(path).name for path in paths]

@@ -1,7 +1,4 @@
-"""Positions a second of a network, by what evaluates it and by batch, beside the limit of the machine's matrix product.
-
-Measured through `Net.predict`: packed positions in, probabilities of the legal moves and the value out, on the host.
-"""
+"""Positions a second of `Net.predict`, by what evaluates and by batch, beside the limit of the matrix product."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,10 +22,9 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: floa
     what the matrix product alone would allow in the dtype with which the engine's name ends; nan for other names.
     seconds: of each row. All engines take turns, so that a change in the machine's speed meets them alike."""
     first = next(iter(nets.values()))
-    runtime = first.runtime
     batch = positions(first, max(sizes))
     dtypes = {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
-    peak = {dtype: speed.matrix_rate(runtime.device, dtype, runtime.threads) for dtype in dtypes}
+    peak = {dtype: speed.matrix_rate(first.runtime.device, dtype, first.runtime.threads) for dtype in dtypes}
     work = flops(first.model, first.task.input_planes) / 1e9 if peak else 1.0
     table = []
     for rows in sizes:

@@ -236,8 +236,7 @@ class Engine:
             self._deferred.append(line)
 
     def _report_moves(self, result: SearchResult) -> None:
-        """A line for each legal move, the least likely first, and one for the position: visits N, the network's policy
-        P and the expected result Q, that of the whole position where a move was never tried."""
+        """Visits N, policy P and expected result Q of each legal move, the least likely first, and of the position."""
         values = np.where(np.isnan(result.values), result.value, result.values)
         for row in np.argsort(result.prior, kind="stable"):
             move = move_from_index(int(result.moves[row]), self.board).uci()

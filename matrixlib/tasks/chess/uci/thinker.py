@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 SLICE = 1.0  # seconds between two looks at a search
 
 
-def _over(search: Search) -> bool:
-    counts = np.diff(search.game.legal(search.states)[1])
-    return not np.isnan(search.game.terminal(search.states, counts)).all()
-
-
 class Thinker:
     """One tree, which keeps from move to move what it knows."""
 
@@ -50,13 +45,17 @@ class Thinker:
             state = from_boards([board])
             search.reset(0, state, search.game.key(reversible(board)), only=indices, past=seen)
         self.followed = None if only else (start, list(moves))
-        if not _over(search):
+        if not self._over():
             return True
         state = from_boards([board], repetition=int(board.is_repetition(2)))
         state["halfmove"] %= 100
         search.reset(0, state, only=indices, past=seen)
         self.followed = None
-        return not _over(search)
+        return not self._over()
+
+    def _over(self) -> bool:
+        game, states = self.search.game, self.search.states
+        return not np.isnan(game.terminal(states, np.diff(game.legal(states)[1]))).all()
 
     def think(
         self, most: float, deadline: float, stop: Callable[[], bool], capacity: float = np.inf
