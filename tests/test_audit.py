@@ -93,8 +93,6 @@ def test_a_folder_without_healthy_shards_says_why(tmp_path: Path) -> None:
     (tmp_path / "refused.pgn").write_text(MATED)
     import_files(tmp_path / "refused.pgn", tmp_path / "f", workers=1, progress=False)
     with pytest.raises(ValueError, match="result contradicts the board"):
-        sample(tmp_path / "f")
-    with pytest.raises(ValueError, match="result contradicts the board"):
         run_notebook("data", folder=str(tmp_path / "f"))
     for options in ({"count": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match="give a number of records from 1"):

@@ -52,10 +52,6 @@ def write(folder: Path, arrays: Arrays, name: str = "selfplay.npz") -> Path:
     return path
 
 
-def passes(board: chess.Board) -> bool:
-    return any(board.is_en_passant(move) for move in board.legal_moves)
-
-
 BOARDS = [board for board in hard_positions() + random_positions(200, 3) if any(board.legal_moves)]
 
 
@@ -64,8 +60,8 @@ def check(whole: Whole, boards: list[chess.Board], arrays: Arrays) -> None:
     assert len(records) == len(boards), whole.refused[:2]
     for row, (board, found) in enumerate(zip(boards, whole.boards(), strict=True)):
         pi = arrays["pi"][row]
-        played = any(board.is_en_passant(move) and pi[index_of(board, move)] > 0 for move in board.legal_moves)
-        known = played or ("legal_mask" in arrays and passes(board))
+        passing = [pi[index_of(board, move)] for move in board.legal_moves if board.is_en_passant(move)]
+        known = any(passing) or ("legal_mask" in arrays and passing)
         want = board.copy(stack=False)
         if not known:
             want.ep_square = None

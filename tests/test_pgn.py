@@ -9,16 +9,15 @@ from pathlib import Path
 
 import chess
 import chess.pgn
-import numpy as np
 import pytest
 import zstandard
+from readers import check_batch
 
 from matrixlib.data.entries import ParseResult, Part
-from matrixlib.data.shards import check
 from matrixlib.tasks.chess.importers import notation, pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
-from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, move_from_index, policy_index, to_board
+from matrixlib.tasks.chess.records import from_boards, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
 BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")
@@ -27,51 +26,33 @@ FOOLS = "1. f3 e5 2. g4 Qh4# 0-1"
 
 def read(text: str | bytes, **options: bool) -> ParseResult:
     """Text, in one part."""
-    data = text.encode() if isinstance(text, str) else text
-    result = Pgn(**options).read(Part(0, 0, data))
-    check(result.batch, LAYOUT)
-    assert (result.batch["records"]["source"] == SOURCES["pgn"]).all()
+    result = Pgn(**options).read(Part(0, 0, text.encode() if isinstance(text, str) else text))
+    check_batch(result.batch, "pgn")
     return result
 
 
 def played(result: ParseResult) -> list[int]:
     """The policy index with weight of each position."""
-    offset, weight = result.batch["policy_offset"], result.batch["policy_weight"]
-    assert (np.add.reduceat(weight.astype(np.int64), offset[:-1]) == 65535).all()
-    assert (weight[weight > 0] == 65535).all()
+    weight = result.batch["policy_weight"]
+    assert set(weight.tolist()) <= {0, 65535}
     return result.batch["policy_index"][weight > 0].tolist()
 
 
 def assert_like_python_chess(result: ParseResult, games: list[chess.pgn.Game]) -> None:
-    """The records and lists are those of the boards along the main lines."""
-    if not games:
-        assert result.stored == 0
-        return
-    boards, moves, legal, lengths = [], [], [], []
-    for game in games:
-        board = game.board()
-        line = list(game.mainline_moves())
-        lengths.append(len(line))
-        for move in line:
-            boards.append(board.copy())
-            moves.append(policy_index(move, board.turn))
-            legal.append(sorted(policy_index(other, board.turn) for other in board.legal_moves))
-            board.push(move)
-    records = result.batch["records"]
-    assert result.rows.tolist() == lengths
+    """The records and moves are those of the boards along the main lines."""
+    nodes = [list(game.mainline()) for game in games]
+    assert result.rows.tolist() == list(map(len, nodes))
+    boards = [node.parent.board() for line in nodes for node in line]
+    moves = [node.move for line in nodes for node in line]
     expected = from_boards(boards)
     for name in BOARD:
-        assert (records[name] == expected[name]).all(), name
-    assert played(result) == moves
-    assert np.diff(result.batch["policy_offset"]).tolist() == [len(row) for row in legal]
-    assert result.batch["policy_index"].tolist() == [index for row in legal for index in row]
+        assert (result.batch["records"][name] == expected[name]).all(), name
+    assert played(result) == [policy_index(move, board.turn) for move, board in zip(moves, boards, strict=True)]
 
 
 def parsed(text: str) -> list[chess.pgn.Game]:
-    file, games = io.StringIO(text), []
-    while game := chess.pgn.read_game(file):
-        games.append(game)
-    return games
+    file = io.StringIO(text)
+    return list(iter(lambda: chess.pgn.read_game(file), None))
 
 
 # Real files

@@ -120,11 +120,6 @@ def test_an_engine_that_ignores_large_numbers_of_lines_is_asked_for_what_it_take
 DEPTHS = Parameters.shallow_depth, Parameters.deep_depth
 
 
-def random_boards(count: int, seed: int = 0) -> list[chess.Board]:
-    """Boards with a legal move, by random play."""
-    return [board for board in random_positions(2 * count, seed) if any(board.legal_moves)][:count]
-
-
 @pytest.mark.parametrize(
     "fen, occurrences, expected",
     [
@@ -145,7 +140,7 @@ def test_every_way_a_game_ends(fen, occurrences, expected):
 
 
 def test_labels_do_not_depend_on_order_colour_or_move_number(engine):
-    raw, boards = set(), random_boards(6, seed=1)
+    raw, boards = set(), [board for board in random_positions(12, 1) if any(board.legal_moves)][:6]
     forwards = [label(engine, board, *DEPTHS) for board in boards]
     assert forwards == [label(engine, board, *DEPTHS) for board in boards[::-1]][::-1]
     for first, board in zip(forwards, boards, strict=True):

@@ -745,9 +745,6 @@ def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.boo
             indices[j + 1], weights[j + 1] = key, weight
 
 
-# --- public ---------------------------------------------------------------------------------------
-
-
 def pieces_of(boards: ArrayLike) -> U8:
     """Bitboards (N, 12) uint64 to nibbles (N, 32) uint8; the inverse of `bitboards`."""
     dense: U64 = np.require(boards, np.uint64, ["C", "W"])

@@ -1,8 +1,7 @@
 """From packed positions to input planes on the device, and the tables that go with each encoding.
 
-`oriented`: the board of the side to move, row 0 = its rank 1. `matrix0`: the absolute board of Matrix0's
-checkpoints, row 0 = rank 8, White's pieces first. Integers are uint8, int16 and int32, whose operations
-exist on CPU, CUDA and MPS alike, and nothing is copied from the host.
+`oriented`: the board of the side to move, row 0 = its rank 1. `matrix0`: the absolute board, row 0 = rank 8, White's
+pieces first. Integers are uint8, int16 and int32, whose operations exist everywhere; nothing is copied from the host.
 """
 
 from collections.abc import Mapping

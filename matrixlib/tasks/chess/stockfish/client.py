@@ -82,10 +82,8 @@ class Stockfish:
     """One engine process (Threads 1, small hash, win-draw-loss shown). Use as a context manager.
 
     path: see `find_stockfish`; a `.js` file is run by `node`. timeout: seconds for any answer. options: as the engine
-    names them, such as {"UCI_LimitStrength": True, "UCI_Elo": 1350}.
-
-    Raises EngineError for one of `options` that the engine lacks, or a value that it does not take: an engine of
-    another Elo than its name says would be a lie. The client's own options are cut to what the engine takes.
+    names them, such as {"UCI_LimitStrength": True, "UCI_Elo": 1350}; EngineError for one, or a value, that it does not
+    take.
     """
 
     def __init__(
@@ -160,11 +158,8 @@ class Stockfish:
         self._ask("ucinewgame\nisready", "readyok")
 
     def search(self, position: str, limit: str, lines: int = 1) -> list[Line]:
-        """The `lines` best variations (fewer where there are fewer legal moves), best first.
-
-        `position` as in UCI (`fen ... moves ...` or `startpos ...`), `limit` as after `go` (`depth 4`).
-        Raises EngineError where the position has no legal move.
-        """
+        """The `lines` best variations, best first; `position` and `limit` as UCI has them after these words and `go`.
+        Raises EngineError where the position has no legal move."""
         taken = nearest_value(self.announced.get("MultiPV", ""), lines)
         command = f"setoption name MultiPV value {taken}\nposition {position}\ngo {limit}"
         if variations := parse_info(self._ask(command, "bestmove")):
@@ -172,10 +167,7 @@ class Stockfish:
         raise self._no_move(position)
 
     def best_move(self, position: str, limit: str) -> str:
-        """The move that the engine plays, in UCI; one of limited strength often plays another than its best line's.
-
-        Arguments and errors as of `search`.
-        """
+        """The move that the engine plays, often another than its best line's at limited strength; see `search`."""
         move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].split()[1]
         if move in ("(none)", "0000"):
             raise self._no_move(position)

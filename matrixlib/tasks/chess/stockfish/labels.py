@@ -86,7 +86,7 @@ def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
 
 
 class Positions(NamedTuple):
-    """Positions before their targets are filled in."""
+    """Before their targets are filled in."""
 
     records: np.ndarray  # (n,) RECORD, wdl still 0
     per_mille: np.ndarray  # (n, 3) u2, win-draw-loss of the side to move
@@ -98,7 +98,6 @@ def assemble(positions: Positions) -> Batch:
     records = positions.records.copy()
     records["wdl"] = wdl_of_shares(positions.per_mille)
     legal = legal_of(records)
-    assert len(legal.index) == len(positions.level)
     return legal.batch(records, weights_of(positions.level, legal.offset))
 
 
