@@ -315,15 +315,10 @@ def heads_only(chess_task: ChessTask, rows: Rows, chunk: int) -> tuple[list[Tens
     """(losses and gradients of the heads' terms, bytes kept for the backward pass) with a chunk."""
     model, batch = chess_task.build_model().train(), tensors(chess_task.prepare(rows, rng()))
     chess_task.set_chunk(model, chunk)
-    storages: dict[int, int] = {}  # kept alive by the graph, so an address names one of them
-
-    def pack(value: Tensor) -> Tensor:
-        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
         actual, _ = chess_task.losses(model, batch, chess_task.gated)
-    kept = sum(storages.values())
+    kept = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}.values())
     torch.stack([actual[term] for term in sorted(actual)]).sum().backward()
     grads = [value.grad for value in model.parameters() if value.grad is not None]
     return [*(actual[term].detach() for term in sorted(actual)), *grads], kept
@@ -366,15 +361,9 @@ class Mobility(Head):
         return {"moves": 10 * output}
 
 
-class Flat(nn.Module):
+def flat(config: ModelConfig) -> nn.Module:
     """A trunk without a tower."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(19, config.channels, 3, padding=1)
-
-    def forward(self, planes: Tensor) -> Tensor:
-        return self.layer(planes).relu()
+    return nn.Sequential(nn.Conv2d(19, config.channels, 3, padding=1), nn.ReLU())
 
 
 def surely_won(outputs: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
@@ -383,7 +372,7 @@ def surely_won(outputs: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
 
 def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
     plain = task()
-    own = dataclasses.replace(plain, trunk=Flat, heads=(Mobility(),), loss_functions={"value": surely_won})
+    own = dataclasses.replace(plain, trunk=flat, heads=(Mobility(),), loss_functions={"value": surely_won})
     check_task(own, rows)
     batch, model = tensors(own.prepare(rows, rng())), own.build_model()
     assert own.weights == plain.weights | {"mobility": 1.0}
@@ -394,9 +383,8 @@ def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
     assert counts["mobility"] == int(shown.sum()) < len(shown)
     outputs = own.forward(model, batch, frozenset(own.weights))
     moves = torch.from_numpy(np.diff(rows["policy_offset"]) / 10)
-    assert sums["mobility"].item() == pytest.approx(
-        float((outputs["mobility"] - moves).square()[shown].sum()), rel=1e-5
-    )
+    squared = (outputs["mobility"] - moves).square()[shown].sum().item()
+    assert sums["mobility"].item() == pytest.approx(squared, rel=1e-5)
     assert metrics["mobility/moves"].item() == pytest.approx(10 * float(outputs["mobility"][shown].sum()), rel=1e-4)
     assert sums["value"].item() == surely_won(outputs, batch).item()
     assert not [name for name in model.state_dict() if name.startswith(("stem", "tower"))], "the trunk is another"

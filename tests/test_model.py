@@ -126,12 +126,9 @@ def test_norm_is_honoured_in_every_block_and_head(in_blocks: str, in_heads: str)
     norms = {n: module for n, module in net.named_modules() if isinstance(module, nn.GroupNorm | nn.BatchNorm2d)}
     for name, module in norms.items():
         kind = in_blocks if name.startswith(("tower.", "features.")) else in_heads
-        if kind == "batch":
-            assert isinstance(module, nn.BatchNorm2d), name
-            assert module.momentum == 0.25
-        else:
-            assert isinstance(module, nn.GroupNorm), name
-            assert module.num_groups == max(1, module.num_channels // 16)
+        assert isinstance(module, nn.BatchNorm2d) == (kind == "batch"), name
+        size, wanted = ("momentum", 0.25) if kind == "batch" else ("num_groups", max(1, module.weight.numel() // 16))
+        assert getattr(module, size) == wanted
     assert len(norms) == 2 * BLOCKS + 2 + 3 + len(ALL_SSL) + 2
 
 
@@ -401,8 +398,7 @@ def test_memory_format_changes_nothing(norm: str) -> None:
     with torch.no_grad():
         plain = net(x)
         last = net.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    for name in plain:
-        torch.testing.assert_close(last[name], plain[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -434,11 +430,8 @@ def test_the_network_compiles_whole_with_checkpointing(kind: str) -> None:
         call = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
         out = call(planes(8), frozenset({"policy", "value"}))
         (out["policy"].square().sum() + out["value"].square().sum()).backward()
-        grads = [p.grad for p in net.parameters() if p.grad is not None]
-        result.append((grads, [buffer.clone() for buffer in net.buffers()]))
-    for one, two in zip(result[0], result[1], strict=True):
-        for value, other in zip(one, two, strict=True):
-            torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)
+        result.append([p.grad for p in net.parameters() if p.grad is not None] + list(net.buffers()))
+    torch.testing.assert_close(*result, rtol=1e-4, atol=1e-5)
 
 
 def test_only_convolutions_change_their_memory_format() -> None:
