@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,6 @@ from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_an_unknown_preset_is_one_line_and_exit_code_2(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--preset", "quik"]) == 2
-    assert "did you mean 'quick'" in capsys.readouterr().err
-    assert list(reports.iterdir()) == []
 
 
 def test_a_failure_ends_with_its_reason_and_exit_code_1(
@@ -53,23 +48,16 @@ def test_what_comes_next_is_of_the_task(
     assert capsys.readouterr().out.endswith(f"next: open it in a browser; {hint}\n")
 
 
-def command() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "matrixlib.runs.launch", "--preset", "demo", "--run", "mine"],
-        env=os.environ | {"MATRIXLIB_DEVICE": "cpu"},
-        text=True,
-        stderr=subprocess.PIPE,
-    )
-
-
-def start(reports: Path, rows: int) -> subprocess.Popen[str]:
-    """The shell command in a process of its own, once its run has so many rows of metrics."""
-    process = command()
+def started(ready: Callable[[subprocess.Popen[str]], bool]) -> subprocess.Popen[str]:
+    """The shell command in a process of its own, once it is ready."""
+    words = [sys.executable, "-m", "matrixlib.runs.launch", "--preset", "demo", "--run", "mine"]
+    env = os.environ | {"MATRIXLIB_DEVICE": "cpu"}
+    process = subprocess.Popen(words, env=env, text=True, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 240
-    while updates(reports) < rows:
+    while not ready(process):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.01)
     return process
 
 
@@ -91,7 +79,7 @@ def test_what_a_signal_ends_says_how_and_loses_no_update(
     reports: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, words: str
 ) -> None:
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
-    process = start(reports, 13)
+    process = started(lambda _: updates(reports) >= 13)
     process.send_signal(number)
     text = process.communicate()[1]
     assert process.returncode == 128 + number
@@ -114,10 +102,7 @@ def test_where_no_signal_reaches_the_kernel_the_launcher_ends(
 
 
 def test_sigterm_while_the_kernel_starts_ends_in_one_line(reports: Path) -> None:
-    process = command()
-    while not psutil.Process(process.pid).children():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
+    process = started(lambda process: bool(psutil.Process(process.pid).children()))
     process.terminate()
     text = process.communicate(timeout=120)[1]
     assert process.returncode == 143
@@ -146,23 +131,24 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
     assert "-p games 7" in data
 
 
-def test_a_target_loss_reaches_the_notebook(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_loss_reaches_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "_execute", lambda folder, parameters: seen.append(parameters) or "")
     assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5"]) == 0
     assert seen[0]["overrides"] == {"validation": {"target_loss": 2.5}}
-    assert launch.main(["--preset", "demo", "--target-loss", "-1"]) == 2
-    assert "validation.target_loss" in capsys.readouterr().err
 
 
-def test_a_reports_folder_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_begin_is_one_line_and_exit_code_2(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "file"))
-    assert launch.main(["--preset", "demo"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "file cannot be written" in line
-    assert "MATRIXLIB_REPORTS" in line
+    def refused(*arguments: str) -> str:
+        assert launch.main(list(arguments)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "did you mean 'quick'" in refused("--preset", "quik")
+    assert "validation.target_loss" in refused("--preset", "demo", "--target-loss", "-1")
+    assert list(reports.iterdir()) == []
+    (reports / "file").write_text("")
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(reports / "file"))
+    assert "file cannot be written" in refused("--preset", "demo")

@@ -128,19 +128,13 @@ assert all(bool(weight.isfinite().all()) for weight in run.model.parameters())
 """
 
 
-def execute(folder: Path, *cells: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cells", [(LOOK, VALUE, PARTS, CURVE), (VALUE, COMPARE, TENSORS, FAULT)], ids=["parts", "compare"]
+)
+def test_tasks_of_a_researcher_need_no_edit_of_the_package(reports: Path, tmp_path: Path, cells: list[str]) -> None:
+    """One's own games mixed half and half with the sample set are in test_import_files.py."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, *cells)])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, folder / "in.ipynb")
-    papermill.execute_notebook(folder / "in.ipynb", folder / "out.ipynb", progress_bar=False)
-
-
-@pytest.mark.slow
-def test_look_at_a_batch_and_change_loss_head_trunk_schedule_and_curves(reports: Path, tmp_path: Path) -> None:
-    """One's own games mixed half and half with the sample set are in test_import_files.py."""
-    execute(tmp_path, LOOK, VALUE, PARTS, CURVE)
-
-
-@pytest.mark.slow
-def test_compare_over_seeds_infer_with_tensors_and_plant_a_fault(reports: Path, tmp_path: Path) -> None:
-    execute(tmp_path, VALUE, COMPARE, TENSORS, FAULT)
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    papermill.execute_notebook(tmp_path / "in.ipynb", tmp_path / "out.ipynb", progress_bar=False)

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from dataclasses import fields
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import chess
 import numpy as np
 import pytest
 
-from matrixlib.data.shards import check, write_shard
+from matrixlib.data.shards import check
 from matrixlib.play.game import Game, Moves, Offsets, States, Trace, Values, uniform
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
@@ -31,8 +31,7 @@ def by_number(traces: list[Trace]) -> dict[int, Trace]:
 
 
 def same(a: Trace, b: Trace) -> bool:
-    values = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(Trace)]
-    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in values)
+    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(Trace))
 
 
 def replayed(game: Game, trace: Trace) -> float:
@@ -120,8 +119,7 @@ def test_resignation_and_the_share_that_plays_on() -> None:
     assert 40 <= len(resigned) <= 80
     assert 10 <= len(out) <= 60
     for trace in resigned:
-        assert trace.gave_up == len(trace.line) - 1
-        assert trace.states["side"][trace.gave_up] == 1
+        assert (trace.gave_up, trace.states["side"][trace.gave_up]) == (len(trace.line) - 1, 1)
         assert trace.result == 1, "the starting side wins, and it was to move first"
         assert (trace.values[[trace.gave_up, trace.gave_up - 2]] < -0.7).all()
         assert trace.wrongly_given_up is None
@@ -131,21 +129,7 @@ def test_resignation_and_the_share_that_plays_on() -> None:
     assert len({t.wrongly_given_up for t in out}) == 2
 
 
-# --- chess ----------------------------------------------------------------------------------------
-
-
-class LateChess(ChessGame):
-    """Chess that starts from another position."""
-
-    def __init__(self, start: States) -> None:
-        super().__init__()
-        self.start = start
-
-    def initial(self, n: int) -> States:
-        return np.repeat(self.start, n)
-
-
-def test_chess_games_become_records(tmp_path: Path) -> None:
+def test_chess_games_become_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Games from near their end, cut at 60 plies: results, legality and targets in a shard's batch."""
     fens = [
         chess.STARTING_FEN,
@@ -156,7 +140,8 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
     options = SelfPlayOptions(parallel=6, num_simulations=12, num_quick_simulations=4, full_share=0.6, plies=60)
     game, traces = ChessGame(), list[Trace]()
     for number, fen in enumerate(fens):
-        late = LateChess(from_boards([chess.Board(fen)]))
+        late, start = ChessGame(), from_boards([chess.Board(fen)])
+        monkeypatch.setattr(late, "initial", partial(np.repeat, start))
         traces += play_games(late, uniform, range(4 * number, 4 * number + 4), options)
     for trace in traces:
         if trace.ending == "normal":
@@ -168,10 +153,10 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
     batch = training_batch(traces, ids, source=2)
     check(batch, LAYOUT)
     records = batch["records"]
-    index, offset = legal_indices(records)
-    assert (batch["policy_index"] == index).all()
-    assert (batch["policy_offset"] == offset).all()
-    sums = np.add.reduceat(batch["policy_weight"].astype(np.int64), offset[:-1])
+    assert all(
+        (batch[f"policy_{i}"] == a).all() for i, a in zip(("index", "offset"), legal_indices(records), strict=True)
+    )
+    sums = np.add.reduceat(batch["policy_weight"].astype(np.int64), batch["policy_offset"][:-1])
     assert (np.abs(sums - 65535) < 200).all()
     assert len(records) == sum(t.full.sum() for t in traces)
     for trace in traces:
@@ -182,5 +167,3 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
         if trace.result is not None:  # one winner, whoever is to move
             white = np.where(rows["side"] == 0, rows["result"], -rows["result"])
             assert len(set(white.tolist())) <= 1
-    meta = {"source": "selfplay", "generator": {}, "seed": 0, "split": "train"}
-    assert write_shard(tmp_path / "games.npz", LAYOUT, batch, meta).count == len(records)
