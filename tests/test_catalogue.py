@@ -3,8 +3,6 @@
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -106,17 +104,6 @@ def test_rebuilt_from_the_shards(tmp_path: Path, damage: str) -> None:
     assert catalogue.hash() == before
     assert (tmp_path / f"{NAME}.damaged").exists() == (damage != "missing")
     assert Catalogue(tmp_path).messages == []
-
-
-def test_a_rebuild_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    filled(tmp_path)
-    (tmp_path / NAME).unlink()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    (tmp_path / f"{NAME}.{ended.pid}.tmp").write_bytes(b"half")
-    (tmp_path / f"{NAME}.{os.getppid()}.tmp").write_bytes(b"of one who is still writing")
-    assert len(Catalogue(tmp_path).shards()) == 3
-    assert [path.name for path in tmp_path.glob("*.tmp")] == [f"{NAME}.{os.getppid()}.tmp"]
 
 
 def test_locked_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +274,6 @@ def test_flipped_bits_of_the_catalogue_lose_nothing(tmp_path: Path, flips: int) 
         opened = Catalogue(tmp_path)
         assert opened.hash() == before, bit
         assert names(opened, state="quarantined") == ["a.npz"], bit
-
-
-# What somebody else may have put into a folder
 
 
 def put(catalogue: Catalogue, **facts: object) -> None:

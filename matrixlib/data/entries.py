@@ -1,6 +1,5 @@
-"""What a reader of foreign data gives: rows, and what became of every entry.
+"""What a reader of foreign data gives: rows, and what became of every entry (a game, a row of a table, a replay).
 
-An *entry* is what the input consists of: a game of a PGN file, a row of a table, a position of a chunk, a replay.
 A *part* is a run of entries of one file that one process reads in one go; the same file always gives the same parts.
 """
 
@@ -17,10 +16,8 @@ from matrixlib.data.shards import Batch
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive entries of a file: number of the part and of its first entry, both from 0, and their bytes.
-
-    name: of the file, below the folder that is imported; set by the import.
-    """
+    """Consecutive entries of a file: number of the part and of its first entry, both from 0, and their bytes. name: of
+    the file, below the folder that is imported; set by the import."""
 
     number: int
     first: int
@@ -44,9 +41,8 @@ class Refused:
 class ParseResult:
     """What became of the entries of a part: entries = stored + len(refused) + skipped.total().
 
-    stored: entries that gave positions. skipped: reason -> entries that were left out on purpose (variants, games
-    without a move). warned: remark -> entries that were stored all the same. rows: positions of each stored entry
-    (stored,), in order, where an entry is a whole game: lets an import leave out a game that is there already.
+    skipped: reason -> entries left out on purpose. warned: remark -> entries stored all the same. rows: positions of
+    each stored entry (stored,) where an entry is a whole game: lets an import leave out what is there already.
     """
 
     part: Part

@@ -47,10 +47,9 @@ class ImportStopped(RuntimeError):
 class Storage:
     """How a task stores what is imported. Its records have a `game`.
 
-    version: of what decides about names and bytes. shard: rows of a shard. step: training rows from which on a step
-    ends. is_held_out(records): (n,) bool. faults(batch): fault -> (n,) bool, the rows that cannot be stored, which are
-    mistakes of the reader. figures(batch): of a shard, for the catalogue. outliers(catalogue, names): marks new shards
-    that are far from the others; in words.
+    version: of what decides about names and bytes. shard: rows of one. step: training rows that end a step.
+    is_held_out(records): (n,) bool. faults(batch): fault -> (n,) bool, rows that cannot be stored. figures(batch): of a
+    shard, for the catalogue. outliers(catalogue, names): marks new shards that are far from the others; in words.
     """
 
     layout: Layout

@@ -147,8 +147,7 @@ def unskipped(skip: Sequence[tuple[int, int]], i: int) -> int:
 
 
 class Workers:
-    """Processes that make batches ahead, `prefetch` each; tensors come through shared memory. Never by fork, which
-    copies locks and threads in any state."""
+    """Processes that make batches ahead, `prefetch` each; never by fork, which copies locks in any state."""
 
     def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -156,23 +155,18 @@ class Workers:
         if "forkserver" in methods:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
-        self._numbers, self._futures = iter(numbers), deque[Future[Item]]()
+        self._numbers, self.futures = iter(numbers), deque[Future[Item]]()
         self._submit(workers * prefetch)
 
     def _submit(self, count: int) -> None:
-        self._futures += [self._pool.submit(_work, i) for i in islice(self._numbers, count)]
+        self.futures += [self._pool.submit(_work, i) for i in islice(self._numbers, count)]
 
     def take(self, timeout: float) -> Item:
         """The next batch. Raises BrokenProcessPool, TimeoutError (0: never)."""
-        item = self._futures[0].result(timeout or None)
-        self._futures.popleft()
+        item = self.futures[0].result(timeout or None)
+        self.futures.popleft()
         self._submit(1)
         return item
-
-    @property
-    def ready(self) -> int:
-        """Batches that are ready before their turn."""
-        return sum(future.done() for future in self._futures)
 
     def close(self) -> None:
         """End the processes at once: one that hangs would be waited for."""
@@ -187,11 +181,9 @@ class Loader:
 
     shards: of a catalogue, in its order. limit: rows that are kept (0: all; see `kept_rows`). window_blocks: the
     shuffle window (0: everything). weights: each source's part of every batch; by default its part of the rows. skip:
-    ranges (start, stop) of batch numbers that are left out. prepare(batch, rng) is sent to workers by cloudpickle.
-    on_damage(name, block, reason) is called here once for every damaged block, on_loss(text) when workers are started
-    again or memory could not be page-locked. timeout: seconds without a batch after which workers count as hung (0:
-    never). sidecars: what comes beside each row. ranks: which rows of each batch are made. Raises LoaderError,
-    RemoteError.
+    ranges (start, stop) of batch numbers left out. on_damage(name, block, reason) is called once for every damaged
+    block, on_loss(text) when workers are started again or memory could not be page-locked. timeout: seconds without a
+    batch after which workers count as hung (0: never). sidecars: beside each row. ranks: which rows of a batch are made.
     """
 
     def __init__(
@@ -291,8 +283,7 @@ class Loader:
         return self._iterate(self._batches(), range(start, ENDLESS if stop is None else stop), self._workers)
 
     def sequential(self, batch_size: int, sample: int = 0) -> Pass:
-        """Every row once, in order (validation); the last batch may be short. sample > 0: so many rows, always the
-        same for a seed."""
+        """Every row once, in order; the last batch may be short. sample > 0: so many, always the same for a seed."""
         kept = np.arange(self.count) if self._only is None else self._only
         seed, ranks = self._seed, self._ranks
         if 0 < sample < len(kept):
@@ -315,13 +306,11 @@ class Loader:
         return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the batch that came last: seconds that a worker took to `prepare` it, and how many were `ready` behind it.
-        Empty without workers."""
+        """Of the last batch: seconds to `prepare` it, and how many were `ready` behind it; empty without workers."""
         return self._stats
 
     def try_workers(self) -> str:
-        """Have the first batches made by the workers, as a trial: what went wrong, or "" where they are those that are
-        made here. A system may refuse processes, or their shared memory."""
+        """Have the first batches made by the workers: what went wrong, or "" where they are those made here."""
         if not self._workers:
             return ""
         trial = copy.copy(self)
@@ -374,7 +363,10 @@ class Loader:
                         break
                     except Exception as error:
                         raise LoaderError(f"batch {i} could not be sent by a worker: {error}") from error
-                    self._stats = {"prepare": round(item.seconds, 6), "ready": pool.ready}
+                    self._stats = {
+                        "prepare": round(item.seconds, 6),
+                        "ready": sum(future.done() for future in pool.futures),
+                    }
                     yield self._unpack(item)
                 else:
                     return

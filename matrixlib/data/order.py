@@ -32,11 +32,8 @@ def generator(*parts: int) -> np.random.Generator:
 
 
 def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
-    """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64.
-
-    A Feistel network (Luby and Rackoff 1988) on the smallest power of two that holds n, with the finaliser of
-    SplitMix64 as round function; results of n or more go through it again (cycle walking: Black and Rogaway 2002).
-    """
+    """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64. A Feistel
+    network (Luby and Rackoff 1988; cycle walking: Black and Rogaway 2002) with the finaliser of SplitMix64."""
     assert n >= 1
     flat = np.ascontiguousarray(index, np.uint64).ravel()
     assert not len(flat) or int(flat.max()) < n, "cycle walking ends only from inside"
@@ -75,11 +72,8 @@ def _mix(value: np.uint64, key: np.uint64) -> np.uint64:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which row comes at each place of the endless stream.
-
-    first (blocks+1,): first row of each block and, last, N. With `window` 0 an epoch is one permutation of all rows;
-    else the blocks are permuted, and the rows inside each `window` consecutive ones.
-    """
+    """Which row comes at each place of the endless stream. first (blocks+1,): first row of each block and, last, N.
+    `window` 0: an epoch is one permutation of all rows; else of the blocks, and of the rows of each `window` of them."""
 
     first: np.ndarray
     seed: int
@@ -150,11 +144,8 @@ def places_of(weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """The stream of several sources, each in an order of its own, drawn by weight whatever the sources' sizes.
-
-    parts: the sources' orders, whose rows follow each other in the whole. places: how many of PERIOD places in a row
-    belong to each, spread evenly.
-    """
+    """The stream of several sources, drawn by weight. parts: their orders, whose rows follow each other. places: how
+    many of PERIOD places belong to each, spread evenly."""
 
     parts: tuple[Order, ...]
     places: tuple[int, ...]
@@ -198,8 +189,7 @@ class RankSlice:
 
 
 class RowGenerator:
-    """Draws for every row of a batch and gives those of one rank's rows, whose number is the leading size of each
-    draw, so that a row gets the same numbers whoever makes it."""
+    """Draws for every row of a batch and gives those of one rank's rows: they are the same whoever makes them."""
 
     def __init__(self, generator: np.random.Generator, rows: int, ranks: RankSlice) -> None:
         self._generator, self._rows, self._ranks = generator, rows, ranks

@@ -32,7 +32,7 @@ class Sidecars:
     paths: Mapping[str, Path]
 
     def sound(self, name: str, block: int) -> bool:
-        """Whether a block of the file beside a shard, or the file (`WHOLE`), can be read."""
+        """Whether a block of the file beside a shard (`WHOLE`: the file) can be read."""
         try:
             file = Shard(self.paths[name], self.layout)
             if block != WHOLE:
@@ -43,7 +43,7 @@ class Sidecars:
 
     @staticmethod
     def note(path: Path) -> Path:
-        """What lies beside such a file where it was damaged when rows of it were read; then it is made anew."""
+        """Lies beside such a file where damage was found, so that it is made anew."""
         return path.with_name(f"{path.name}.damaged")
 
 
@@ -56,8 +56,7 @@ class Lost(Exception):
 
 
 def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
-    """How many rows of each shard (counts, sources) a limit keeps: the same part of every source, its first rows; 0
-    keeps all."""
+    """How many rows of each shard a limit keeps: the same part of every source, its first rows; 0 keeps all."""
     total = sum(counts)
     if not limit or limit >= total:
         return list(counts)
@@ -71,15 +70,6 @@ def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list
         rows_kept.append(min(count, left[source]))
         left[source] -= rows_kept[-1]
     return rows_kept
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as the system allows: each open shard is one."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limit, macOS may count otherwise
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @kernel
@@ -97,13 +87,11 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 
 
 def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
-    """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked; Lost where
-    a file has changed since."""
+    """Copies of row rows[i] of open shard which[i], (B,) each. Lost where a file has changed since its check."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
     def copy(name: str, dtype: np.dtype, start: np.ndarray, length: np.ndarray, place: np.ndarray, size: int) -> None:
-        """All in items."""
         out[name], width = np.empty(size, dtype), dtype.itemsize
         target, start, length, place = out[name].view(np.uint8), start * width, length * width, place * width
         for shard, part in parts:
@@ -130,12 +118,9 @@ def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, lay
 class Reader:
     """Rows of several shards by one running number. Workers open their own maps, each when its first row is asked for.
 
-    shards: those of a source follow each other where `by_source`; then rows of a source are replaced by rows of it.
-    sidecars: what else there is of each row comes as `sidecar` (B,); where it is damaged, the row counts as lost.
-    keep_open: shards of a remote data set that stay open (0: all), as an open one takes room after it left the cache.
-
-    A row of a bad block, or of a shard that cannot be opened, becomes the row at the same place of the next sound block
-    (cyclic), so what a batch holds depends on the files alone and not on who found the damage first.
+    by_source: shards of a source follow each other, and rows of a source are replaced by rows of it. sidecars: give
+    `sidecar` (B,). keep_open: shards of a remote set that stay open (0: all), as each takes room. A row of a bad block
+    becomes the row at the same place of the next sound one (cyclic): batches depend on the files alone.
     """
 
     def __init__(
@@ -180,8 +165,12 @@ class Reader:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is open, checked or mapped yet in this process."""
-        raise_file_limit()
+        """Nothing is open, checked or mapped yet in this process, which may open all files that the system allows."""
+        with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limit, macOS may count otherwise
+            import resource
+
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._open: dict[int, Shard] = {}  # by number, the one used longest ago first
         self._checked = np.zeros(len(self.first) - 1, bool)
         self._touched, self._resident = set[int](), 0
@@ -200,8 +189,6 @@ class Reader:
         number = [row.name for row in self.shards].index(name)
         rows = int(self.start[number + 1] - self.start[number])
         return rows if block == WHOLE else max(0, min(BLOCK, rows - block * BLOCK))
-
-    # Reading
 
     def gather(self, rows: np.ndarray) -> Batch:
         """Copies of the rows (B,). Raises LoaderError when no block is sound."""
@@ -257,7 +244,7 @@ class Reader:
         return self._open[i]
 
     def _close(self, shards: np.ndarray) -> None:
-        """Close the shards that were used longest ago and are not needed now, but for the last ones."""
+        """Close the shards that were used longest ago."""
         if not self._keep or len(self._open) <= self._keep:
             return
         for i in np.unique(shards).tolist():
@@ -276,8 +263,6 @@ class Reader:
                 for i in self._touched:
                     self._open[i].release()
                 self._touched, self._resident = set(), 0
-
-    # Damage
 
     def _replace(self, blocks: slice, damage: Damage) -> None:
         self._bad[blocks] = True

@@ -1,8 +1,7 @@
 """Data sets that lie elsewhere (S3, HTTP, a shared folder): their shards in a bounded folder of this machine.
 
-A data set is named by a URL of fsspec. Its catalogue is read when a run begins; shards come whole when their first row
-is asked for, are checked by the catalogue's SHA-256, and go again when the folder is full, the one used longest ago
-first. A shard that is not what was written is damaged, as a local one; a source that cannot be reached ends the run.
+Shards come whole when their first row is asked for, are checked by the catalogue's SHA-256, and go when the folder is
+full, the one used longest ago first. One that is not what was written is damaged, as a local one.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class RemoteError(ValueError):
 
 
 class Remote:
-    """A data set at `url`. bytes: how much of it, and of all other such sets, may lie on this machine; its catalogue
-    lies in a folder of its own for each bound, so that every run keeps its own."""
+    """A data set at a URL of fsspec. bytes: how much of all such sets may lie here; a catalogue lies here per bound."""
 
     def __init__(self, url: str, bytes: int) -> None:
         import fsspec
@@ -166,9 +164,7 @@ class Remote:
             ) from error
 
     def _reserve(self, size: int, part: Path) -> None:
-        """Remove the shards that were used longest ago until `size` bytes are free for `part`. A file that another
-        process has mapped stays readable there, and its room is free when it is closed.
-        """
+        """Remove the shards that were used longest ago until `size` bytes are free for `part`."""
         if size > self.bytes:
             raise RemoteError(
                 f"{size:,} bytes of remote data have to lie in the cache at once, and data.cache is "

@@ -1,7 +1,7 @@
 """Shards: uncompressed NPZ files of fixed-size records and ragged members, mapped and checked by block.
 
-Plain ``numpy.load`` opens a shard. NumPy's ``mmap_mode`` silently reads NPZ members whole at every access, so here each
-is mapped at its own offset in the zip file. A CRC-32 for every member and block is checked when it is first read.
+Plain ``numpy.load`` opens a shard, but reads members whole (`mmap_mode`, too), so here each is mapped at its offset in
+the zip file. A CRC-32 for every member and block is checked when it is first read.
 """
 
 import errno
@@ -350,10 +350,8 @@ def _map_member(
 
 
 class Shard:
-    """A memory-mapped shard; nothing is read before it is asked for, and each block is checked once. bytes: its size.
-
-    Raises ShardError when the file is missing, truncated, foreign, of another task or of another version.
-    """
+    """A memory-mapped shard; each block is checked once, when it is first asked for. bytes: its size. ShardError when
+    the file is missing, truncated, foreign, or of another task or version."""
 
     def __init__(self, path: Path | str, layout: Layout) -> None:
         self.path, self.layout = Path(path), layout
