@@ -425,7 +425,7 @@ def test_a_damaged_block_of_a_source_is_replaced_by_rows_of_it(tmp_path: Path, w
 def test_a_file_that_changes_after_its_check_is_replaced_and_no_wild_pointer(tmp_path: Path) -> None:
     toy_shards(tmp_path, [300, 200])
     said: list[str] = []
-    loader = open_loader(tmp_path, 100, on_damage=lambda name, block, why: said.append(why))
+    loader = open_loader(tmp_path, 100, 0, on_damage=lambda name, block, why: said.append(why))
     rows_of(loader, range(5))  # every block has been checked
     offsets = toy_batch(300)["target_offset"]
     with open(tmp_path / "a.npz", "r+b") as file:

@@ -183,7 +183,7 @@ class Loader:
     shuffle window (0: everything). weights: each source's part of every batch; by default its part of the rows. skip:
     ranges (start, stop) of batch numbers left out. on_damage(name, block, reason) is called once for every damaged
     block, on_loss(text) when workers are started again or memory could not be page-locked. timeout: seconds without a
-    batch after which workers count as hung (0: never). sidecars: beside each row. ranks: which rows of a batch are made.
+    batch after which workers count as hung (0: never). sidecars: beside each row. ranks: whose rows are made.
     """
 
     def __init__(

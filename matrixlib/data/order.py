@@ -73,7 +73,7 @@ def _mix(value: np.uint64, key: np.uint64) -> np.uint64:
 @dataclass(frozen=True, eq=False)
 class Order:
     """Which row comes at each place of the endless stream. first (blocks+1,): first row of each block and, last, N.
-    `window` 0: an epoch is one permutation of all rows; else of the blocks, and of the rows of each `window` of them."""
+    `window` 0: an epoch permutes all rows; else the blocks, and the rows of each `window` of them."""
 
     first: np.ndarray
     seed: int
