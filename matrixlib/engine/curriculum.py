@@ -63,9 +63,7 @@ class StagesConfig(Section):
         return self
 
     def starts(self) -> list[tuple[Fraction, Any]]:
-        """(share of the updates after which it begins, stage) of each; shares are decimal, so that .5 + .3 is exactly
-        .8. One that is switched off stays in its last, hardest stage.
-        """
+        """(share of the updates after which it begins, stage) of each; shares are decimal: .5 + .3 is exactly .8."""
         if not self.enabled:
             return [(Fraction(0), self.stages[-1])]
         shares = (Fraction(str(share)) for share in self.fractions[:-1])

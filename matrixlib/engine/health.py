@@ -18,8 +18,7 @@ from matrixlib.engine.stats import Action, Event, Message, State, Stats
 NORMAL = 1.4826
 """Standard deviation of a normal distribution by its median absolute deviation."""
 LOSS_FLOOR, NORM_FLOOR, SETTLED_FLOOR = 0.05, 0.25, 0.01
-"""Least standard deviation of the band of losses, of gradient norms and of the median loss after a short spike, as a
-share of the median: a quiet stretch must not make a normal update an outlier."""
+"""Least standard deviation of the band of losses, of gradient norms and of the loss after a spike, by the median."""
 SETTLED_BAND = 1.25
 """Deviations by which that median must lie above the later half of the losses before the spike; even drift is less."""
 CLIP_WINDOW = 500
@@ -166,9 +165,8 @@ class Health(State):
 
     def warnings(self, stats: Stats) -> list[Message]:
         """About an update with terms or items ("<term>/skipped") without targets, or one that was skipped."""
-        text, messages = f"no valid target of {', '.join(stats.empty)} in this update", list[Message]()
-        if stats.empty:
-            messages.append(Message(Event.NO_TARGET, text))
+        text = f"no valid target of {', '.join(stats.empty)} in this update"
+        messages = [Message(Event.NO_TARGET, text)] if stats.empty else []
         for name, share in stats.metrics.items():
             term, _, what = name.rpartition("/")
             if what == "skipped" and share > 0:

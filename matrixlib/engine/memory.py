@@ -31,9 +31,7 @@ Result = TypeVar("Result")
 
 
 def usage(device: torch.device) -> Figures:
-    """What this process holds now, in MiB; waits for no device: `rss_mib`, `rss_peak_mib` (of its whole life),
-    `total_mib` (the machine's memory, or the cgroup's limit); on an accelerator also what `backend.memory` has.
-    """
+    """MiB that this process holds now (`rss_mib`, `rss_peak_mib`), `total_mib`, and what `backend.memory` has."""
     info = psutil.Process().memory_info()
     if sys.platform == "win32":
         peak = info.peak_wset

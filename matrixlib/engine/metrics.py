@@ -33,9 +33,7 @@ def interval(steps: int) -> int:
 
 
 def read(path: Path) -> list[Row]:
-    """Rows in order of their steps; what a later row of a step says stands over an earlier one's. A torn last line is
-    left out. ValueError naming the line where any other line is not a row.
-    """
+    """Rows by step, a later one of a step over an earlier; without a torn last line. ValueError naming a bad line."""
     rows: dict[int, Row] = {}
     for row, _ in _rows(Path(path)):
         before = rows.get(row["step"], {})

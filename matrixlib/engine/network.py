@@ -22,7 +22,7 @@ class GameTask(Protocol):
     """What a task adds so that its networks evaluate positions of a game."""
 
     def inputs(self, states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays that `predict` asks for, of states (B,) and their legal moves (K,) at offsets (B + 1,); among them
+        """The arrays of `predict`, of states (B,) and their legal moves (K,) at offsets (B + 1,); among them
         `policy_index` (B, L): those moves in their order, -1 in other places.
         """
 

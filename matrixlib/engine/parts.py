@@ -22,10 +22,8 @@ _LIBRARIES = ("builtins", "abc", "torch", "numpy", "matrixlib")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a caller puts in place of the configuration's own, or beside it.
-
-    heads, trunk, losses: as the task takes them, for chess see `ChessTask`. schedule: update index (0 = first) ->
-    learning rate. optimizer: from parameter groups, as `torch.optim` takes them.
+    """What a caller puts in place of the configuration's own, or beside it. heads, trunk, losses: as the task takes
+    them. schedule: update index (from 0) -> learning rate. optimizer: from parameter groups of `torch.optim`.
     """
 
     heads: tuple[Any, ...] = ()

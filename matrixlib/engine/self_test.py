@@ -45,9 +45,8 @@ class LinearRows(TorchFunctionMode):
 
 
 def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[str, int]:
-    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32, without
-    dropout and compiler: (what is wrong with it, "" = nothing; rows of the largest linear layer's input for one row of
-    the batch). What fails on the CPU in fp32 too is raised. Random streams are afterwards as they were.
+    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32, whose errors
+    are raised: (what is wrong, "" = nothing; rows of the largest linear layer's input for one row of the batch).
     """
     part = slice_batch(batch, 0, min(ROWS, rows(batch)))
     unclipped = config.optim.model_copy(update={"clip_norm": math.inf})

@@ -249,7 +249,10 @@ class Step:
         norm = full(get_total_norm(gradients))
         aside = [p.grad for p in self._side_parameters if p.grad is not None]
         with self.clock.phase("read"):
-            values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
+            found = {"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums}
+            wide = torch.float64 if any(value.dtype == torch.float64 for value in found.values()) else torch.float32
+            read = torch.stack([value.detach().to(wide) for value in found.values()]).tolist()  # in one transfer
+            values = dict(zip(found, read, strict=True))
         norms = {name: values[name] if self.ranks.first else 0.0 for name in ("", "aside") if name in values}
         values = self.ranks.total(values | norms)
         grad_norm, counts = values.pop(""), {term: plan.totals[term] for term in plan.weights}
@@ -385,11 +388,6 @@ class Step:
         """Those that have something to do: the side optimiser may have had no part in the losses."""
         idle = all(parameter.grad is None for parameter in self._side_parameters)
         return [self.optimiser] if self.side_optimizer is None or idle else [self.optimiser, self.side_optimizer]
-
-
-def _read(values: dict[str, Tensor]) -> dict[str, float]:  # in one transfer from the device
-    wide = torch.float64 if any(value.dtype == torch.float64 for value in values.values()) else torch.float32
-    return dict(zip(values, torch.stack([value.detach().to(wide) for value in values.values()]).tolist(), strict=True))
 
 
 @contextlib.contextmanager

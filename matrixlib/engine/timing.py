@@ -51,9 +51,7 @@ class Pace:
 
 
 class Clock:
-    """Adds up the seconds of phases: on a GPU by events, which may come one update late as nothing is waited for;
-    elsewhere by the host's clock, which on MPS sees the launching of work, and the work itself in `read`.
-    """
+    """Adds up the seconds of phases: on a GPU by events, maybe one update late; elsewhere by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

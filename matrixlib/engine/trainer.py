@@ -128,7 +128,7 @@ class Trainer:
 
     def resume(self) -> int:
         """Go on from the newest whole checkpoint, to which metrics.jsonl is cut back; its update count, 0 without one.
-        Raises CheckpointError when every checkpoint is damaged or the newest whole one is of another model.
+        CheckpointError when every checkpoint is damaged or the newest whole one is of another model.
         """
         checkpoint = newest(self.ranks, self.checkpoints)
         if checkpoint is None:
@@ -400,8 +400,8 @@ class Trainer:
         self.metrics.truncate_to(checkpoint.step)
 
     def save(self, best: float | None = None, renew: bool = True) -> Path:
-        """Write a checkpoint in the background, between two updates; of a sharded network all ranks have a part in it.
-        best: the validation loss that makes it the best one. renew: make the averaged weights' statistics anew.
+        """Write a checkpoint in the background, between two updates; of a sharded network by all ranks. best: the loss
+        that makes it the best one. renew: make the averaged weights' statistics anew.
         """
         assert self._between_updates, "a half-made update cannot be saved"
         if self.ranks.first and renew:
