@@ -3,7 +3,6 @@
 ``python tests/test_docs.py`` writes their generated tables again.
 """
 
-import ast
 import io
 import json
 import os
@@ -125,12 +124,6 @@ def own_options(task: str) -> list[tuple[str, str, str, str]]:
     shared = options_of(config.Config)
     own = options_of(get_task(task).config)
     return [row for row in own if row not in shared and row[0] != "task"]
-
-
-def test_every_module_says_what_it_is() -> None:
-    for path in ROOT.joinpath("matrixlib").rglob("*.py"):
-        if path.name != "__init__.py":
-            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} needs a docstring"
 
 
 OPTIONS = GUIDES / "options.md"

@@ -38,12 +38,6 @@ def window_of(replay: Replay, frames: int, delay: int = 0) -> np.ndarray:
     return cut(row, np.array([0]), np.array([delay]), frames)
 
 
-def own_frames(batch: Batch) -> np.ndarray:
-    """The places of own frames among all that are stored."""
-    offset = batch["frame_offset"]
-    return np.concatenate([np.arange(a, a + n) for a, n in zip(offset, batch["records"]["own"], strict=False)])
-
-
 # Rows
 
 
@@ -114,9 +108,8 @@ def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
 def test_every_own_frame_is_judged_however_short_the_windows_of_training() -> None:
     batch = stretches(game(150), False)
     out = plain(batch, PLAIN.model_copy(update={"window": 20}))
-    own = batch["frame_state"]["self"]["action"][own_frames(batch)]
-    last = np.cumsum(batch["records"]["own"])[[2, 5]] - 1  # of each player, nothing follows on it
-    assert (out["action"][..., 0][out["valid"] > 0] == np.delete(own, last)).all()
+    shown = out["action"][..., 0][out["valid"] > 0].reshape(2, -1)  # nothing follows on the last frame of a player
+    assert (shown == game(150).players["action"][:-1].T).all()
 
 
 def _start(stretch: np.ndarray, actions: np.ndarray) -> int:

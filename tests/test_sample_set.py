@@ -14,8 +14,6 @@ from matrixlib.tasks.chess.stockfish import sample as shipped
 from matrixlib.tasks.chess.stockfish.sample import pack, ship, unpack_sample
 from matrixlib.tasks.shipped import MANIFEST, damage, read_manifest
 
-SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / MANIFEST).exists(), reason="no sample set is shipped")
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
@@ -88,7 +86,6 @@ def test_two_processes_unpack_at_once(package, tmp_path, forkserver):
     assert not damage(folders.pop(), read_manifest(package))
 
 
-@SHIPPED
 @pytest.mark.soak
 def test_the_shipped_set_is_sound(tmp_path):
     """Unpacked whole: counts, splits by game, no position twice, targets that sum to one; nbval of data.ipynb audits a

@@ -19,7 +19,6 @@ from matrixlib.files import cache_root, write_bytes
 Write = Callable[[Path, bytes, dict[str, Any]], object]
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 REINSTALL = "install the package again, or take the file from a fresh clone"
 
 
@@ -28,7 +27,7 @@ def write_shipped(
 ) -> dict[str, Any]:
     """Write the file and its manifest, which is returned. facts: about all of it; meta: of each shard."""
     shards = {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos}
-    whole = {"format": FORMAT, "file": file, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    whole = {"format": 1, "file": file, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     manifest = {**whole, **facts, "meta": meta, "shards": shards}
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes(folder / file, data)
@@ -40,12 +39,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What ships: facts, meta, shards with SHA-256, bytes and count. ValueError if absent."""
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"the sample set's manifest cannot be read ({error}): {REINSTALL}") from error
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}: {REINSTALL}")
-    return manifest
 
 
 def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:

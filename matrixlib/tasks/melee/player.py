@@ -60,17 +60,14 @@ class Player:
             raise ValueError("give one frame at a time, as windows.live makes it")
         frame = frame.copy()
         frame["previous"], frame["delay"] = controllers(self.decision), self._delay
-        inputs = {name: self._row(array) for name, array in windows.inputs(frame).items()}
+        rows = {name: torch.from_numpy(a.reshape(1, -1)).to(self._device) for name, a in windows.inputs(frame).items()}
+        inputs = {name: row if row.is_floating_point() else row.long() for name, row in rows.items()}
         x, self._remembered = self._model.step(**inputs, state=self._remembered)
         noise = self._temperature * gumbel(torch.rand(1, LOGITS, generator=self._stream)).to(self._device)
         logits, choices = self._model.heads.decide(x, noise, self._correct)
         self.logits, self.decision = logits[0].cpu().numpy(), choices[0].cpu().numpy()
         self._waiting.append(self.decision)
         return Controller.of(self._waiting.popleft())
-
-    def _row(self, array: np.ndarray) -> Tensor:
-        row = torch.from_numpy(array.reshape(1, -1)).to(self._device)
-        return row if row.is_floating_point() else row.long()
 
 
 # ONNX
