@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from matrixlib.config import OptimConfig
 from matrixlib.engine import rng
 from matrixlib.engine.distributed import batch_norms, gather_full, is_sharded, unsharded
 from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
-from matrixlib.engine.task import Batch, Source, rows, slice_batch, to_device
+from matrixlib.engine.task import Source, rows, slice_batch, to_device
 
 BATCHES = 16  # training batches that statistics of batch norms are made of, in about the time of five updates
 
@@ -24,15 +24,13 @@ BATCHES = 16  # training batches that statistics of batch norms are made of, in 
 class Average:
     """What is evaluated and exported in place of a model's weights.
 
-    averages: updates that it has averaged in. lacks_statistics: the statistics of batch norms are not averaged with the
-    weights, so those of the raw weights do not fit. statistics: what `EvalWeights` has made in their place for the
-    average as it stands, by the names of `named_tensors`; empty until then.
+    averages: updates that it has averaged in. lacks_statistics: those of batch norms are not averaged with the weights.
+    statistics: what `EvalWeights` has made in their place, by the names of `named_tensors`; empty until then.
     """
 
     lacks_statistics = True
 
     def __init__(self, model: nn.Module) -> None:
-        """Start from the model's present weights."""
         self._model, self.averages = model, 0
         self.statistics: Mapping[str, Tensor] = {}
 
@@ -53,7 +51,7 @@ class Average:
         return {**named_tensors(self._model), **self._averaged(), **self.statistics}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
-        """Restore; `averages` is the number of averages so far. ValueError when the names differ."""
+        """Restore. ValueError when the names differ."""
         self.averages, self.statistics = averages, {}
 
     @contextmanager
@@ -70,9 +68,8 @@ class Average:
 class EMA(Average):
     """Exponential moving average of a model's weights, after updates that moved them.
 
-    Floating buffers (BatchNorm statistics) are averaged like the weights, integer buffers copied. The decay is
-    min(decay, (1 + t) / (10 + t)) at the t-th average, so that the start does not weigh in for long. The model's
-    tensors must not be replaced: they are looked up once, since a state dict takes longer than an average.
+    Floating buffers (BatchNorm statistics) are averaged too, integer ones copied. The decay is min(decay, (1 + t) /
+    (10 + t)) at the t-th average. The model's tensors are looked up once, so they must not be replaced.
     """
 
     lacks_statistics = False
@@ -107,11 +104,8 @@ class EMA(Average):
 
 
 class SWA(Average):
-    """The plain mean of weights over the last part of a run (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407).
-
-    In it are the weights after the last update and, counted back from there, those of every `interval`-th update within
-    the last `share` of the run; until the first of them it is the raw weights.
-    """
+    """The plain mean of weights (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407) after the last update and,
+    counted back from there, every `interval`-th within the last `share` of the run; before that, the raw weights."""
 
     def __init__(self, model: nn.Module, share: float, interval: int) -> None:
         super().__init__(model)
@@ -147,11 +141,8 @@ class SWA(Average):
 
 class ScheduleFreeAverage(Average):
     """The averaged point of schedule-free AdamW, x = y + (1 - 1 / beta1) (z - y): y are the model's weights, at which
-    gradients are taken, z the optimiser's (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
-
-    It is made beside the weights: the library's `eval` and `train`, which put x in the place of y and y back again, are
-    not exact, and a run with more validations would be another run.
-    """
+    gradients are taken, z the optimiser's (Defazio et al. 2024, https://arxiv.org/abs/2405.15682). It is made beside
+    the weights: the library's `eval` and `train` do not put them back exactly."""
 
     def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
         super().__init__(model)
@@ -212,47 +203,36 @@ class EvalWeights:
         return model.requires_grad_(False).eval()
 
     def renew(self, source: Source) -> None:
-        """On rank 0, make the statistics of batch norms anew where the average or `source` has changed since. Nothing
-        else moves: no weight, no gradient, no random stream, no batch of the training.
-        """
+        """On rank 0 (`applied` gives them to all), make the statistics of batch norms anew where the average or
+        `source` has changed since. No weight, gradient, random stream or batch of the training moves."""
         average = self._step.ema
         if average is None or not (average.lacks_statistics and average.averages and _statistics(self._model)):
             return
-        if not self._step.ranks.first:  # `applied` gives them to all
-            return
-        if source is self._source and average.statistics:
+        if not self._step.ranks.first or (source is self._source and average.statistics):
             return
         batches, self._source = list(source.batches(0, BATCHES)), source
-        device = self._step.runtime.torch_device
-        streams = rng.capture(device)
-        try:
-            rng.restore(rng.seeded(self._step.config.seed, device), device)  # a task may draw in its losses
-            average.statistics = self._made(average, batches)
-        finally:
-            rng.restore(streams, device)
-
-    def _made(self, average: Average, batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Means over passes of as many rows as in training, without dropout and without bad batches."""
         step, model = self._step, copy.deepcopy(self._model).eval()
         load_tensors(model, average.state_dict(), "average")
-        for norm in batch_norms(model):
+        for norm in batch_norms(model):  # means over passes as in training, without dropout
             norm.reset_running_stats()
             norm.momentum, norm.training = None, True
         made = _statistics(model)
-        buffers = list(made.values())
-        for batch in batches:
-            for start in range(0, rows(batch), step.micro_batch):
-                part = to_device(slice_batch(batch, start, start + step.micro_batch), step.runtime.torch_device)
+        size, device, buffers = step.micro_batch, step.runtime.torch_device, list(made.values())
+        streams = rng.capture(device)
+        try:
+            rng.restore(rng.seeded(step.config.seed, device), device)  # a task may draw in its losses
+            for part in (slice_batch(b, start, start + size) for b in batches for start in range(0, rows(b), size)):
                 before = [buffer.clone() for buffer in buffers]
                 with torch.inference_mode(), step.runtime.autocast():
-                    step.task.losses(model, step.taught(part), step.active)
-                if not torch.stack([buffer.isfinite().all() for buffer in buffers]).all():
+                    step.task.losses(model, step.taught(to_device(part, device)), step.active)
+                if not torch.stack([buffer.isfinite().all() for buffer in buffers]).all():  # a bad batch
                     copy_tensors(buffers, before)
-        return made
+        finally:
+            rng.restore(streams, device)
+        average.statistics = made
 
 
 def _statistics(model: nn.Module) -> dict[str, Tensor]:
     """Buffers of batch norms by name."""
-    norms = set(batch_norms(model))
-    named = [(name, module) for name, module in model.named_modules() if module in norms]
-    return {f"{name}.{key}": buffer for name, norm in named for key, buffer in norm.named_buffers()}
+    inner = {id(buffer) for norm in batch_norms(model) for buffer in norm.buffers()}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in inner}

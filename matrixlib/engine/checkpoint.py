@@ -1,13 +1,11 @@
 """Checkpoints of a run: written in the background, whole or absent; the newest, the best, and what a rollback needs.
 
 `step_00000500/` holds one `<group>.safetensors` for each group of tensors (model, ema, optimiser, rng, ...), or
-`<group>.safetensors.zst` where it was compressed, and `state.json`: schema version, step, UTC time, versions, the mark
-of a best one, the SHA-256 and size of each tensor file as it lies on the disk, the caller's state, and last the SHA-256
-of all text before that key. There is no pickle.
+`<group>.safetensors.zst` where it was compressed, and `state.json`: what it is, the mark of a best one, the SHA-256 and
+size of each tensor file on the disk, the caller's state, and last the SHA-256 of all text before that key. No pickle.
 
-It is written as `step_00000500.tmp`, each file fsynced, renamed last, the parent fsynced: a folder without `.tmp` was
-whole when written, and what happened to it since is found by the checksums. The best one is the folder marked last; a
-best one of a course that was left is `best_00000500`.
+It is written as `step_00000500.tmp`, each file fsynced, renamed last, the parent fsynced. A best one of a course that
+was left is `best_00000500`.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ from matrixlib.files import FolderError, sync_folder, utc_now, write_bytes
 from matrixlib.hardware import machine
 
 SCHEMA = 2
-SMALL_BYTES, MAX_RATIO = 16 << 20, 64
-"""A larger compressed group is not unpacked to more than so many times its size: weights lose a tenth."""
+SMALL_BYTES, MAX_RATIO = 16 << 20, 64  # a larger group is not unpacked to more times its size: weights lose a tenth
 FOLDER = re.compile(r"(step|best)_(\d{8,})")
 ROOM_BYTES = 1 << 20  # for state.json and the file system's own needs
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -59,6 +56,10 @@ class UnwritableCheckpoint(CheckpointError, FolderError):
 
 class DamagedCheckpoint(CheckpointError):
     """One checkpoint is not what was written."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something about checkpoints that did not stop the run."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,15 @@ def host_copies(tensors: TensorsLike) -> Tensors:
 def write(
     folder: Path, step: int, tensors: Tensors, state: Any, mark: Mapping[str, Any] | None = None, compress: int = 0
 ) -> None:
-    """Fill the empty `folder`; durable on return. `tensors` from host_copies.
-
-    mark: what makes it a best one, or None. compress: zstd level, 0 = off.
-    """
+    """Fill the empty `folder`; durable on return. tensors: from `host_copies`. mark: what makes it a best one."""
     groups = {group: _write_group(folder, group, members, compress) for group, members in tensors.items()}
     data = {"schema": SCHEMA, "step": step, "time": utc_now(), "versions": _versions(), "best": mark}
     write_bytes(folder / "state.json", _seal(data | {"groups": groups, "state": state}))
 
 
 def read(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint folder.
-
-    Raises DamagedCheckpoint naming the file and its fault, CheckpointError for a schema that this code does not know.
-    """
+    """Read and verify one folder. DamagedCheckpoint naming the file and its fault, CheckpointError for a schema that
+    this code does not know."""
     data = read_state(path)
     try:
         tensors = {group: _read_group(path, group, entry) for group, entry in data["groups"].items()}
@@ -138,7 +134,6 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _write_group(folder: Path, group: str, members: dict[str, torch.Tensor], compress: int) -> dict[str, Any]:
-    """Write and fsync one file; its entry in state.json."""
     file = folder / f"{group}.safetensors{'.zst' if compress else ''}"
     entry: dict[str, Any] = {"tensors": len(members)}
     if compress:
@@ -168,29 +163,21 @@ def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, t
     if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
         raise DamagedCheckpoint(f"{where} is not as it was written (checksum)")
     try:
-        return safetensors.torch.load(_unpacked(raw, entry["unpacked"]) if "unpacked" in entry else raw)
+        if (unpacked := entry.get("unpacked")) is not None:  # memory is bounded before it is taken
+            if unpacked > max(SMALL_BYTES, MAX_RATIO * size):
+                raise zstandard.ZstdError(f"it claims {unpacked:,} bytes, which no weights of {size:,} bytes have")
+            if (claimed := zstandard.get_frame_parameters(raw).content_size) != unpacked:
+                raise zstandard.ZstdError(f"the frame claims {claimed} bytes, state.json {unpacked}")
+            raw = zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
+        return safetensors.torch.load(raw)
     except (zstandard.ZstdError, SafetensorError) as error:
         raise DamagedCheckpoint(f"{where} cannot be decoded ({error})") from error
-
-
-def _unpacked(raw: bytes, size: int) -> bytes:
-    """Decompress one frame, whose memory is bounded before it is taken."""
-    if size > max(SMALL_BYTES, MAX_RATIO * len(raw)):
-        raise zstandard.ZstdError(f"it claims {size:,} bytes, which no weights of {len(raw):,} bytes have")
-    claimed = zstandard.get_frame_parameters(raw).content_size
-    if claimed != size:
-        raise zstandard.ZstdError(f"the frame claims {claimed} bytes, state.json {size}")
-    return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
 
 
 def _seal(data: Mapping[str, Any]) -> bytes:
     """JSON whose last key is the digest of all text before it."""
     body = json.dumps(data, indent=1).encode().removesuffix(b"\n}")
     return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
-
-
-class CheckpointWarning(UserWarning):
-    """Something about checkpoints that did not stop the run."""
 
 
 class Best(NamedTuple):
@@ -227,10 +214,8 @@ class Saving:
 
 class Checkpoints:
     """The checkpoints of one run in `folder`: the newest `keep` (2 or more), the `best` that were marked last, and
-    those at multiples of `every` updates (0: none).
-
-    compress: zstd level of what is written, 0 = off; both kinds can always be read. Only one process may save at a time
-    (the run's lock sees to it), and `join` must be called after the last save.
+    those at multiples of `every` updates (0: none). compress: zstd level of what is written, 0 = off. One process may
+    save at a time (the run's lock sees to it), and `join` must be called after the last save.
     """
 
     def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
@@ -252,12 +237,10 @@ class Checkpoints:
     ) -> Path:
         """Save the checkpoint of update `step` as everything is now; the folder that it will be in.
 
-        On return all is copied, so that training may go on; a thread writes the folder, one at a time (durable on
-        return with `wait`). best: marks it as the best so far. spare: another step whose checkpoint is kept too.
-
-        Checkpoints beyond `step` belong to a course that was left: they are removed once the new one is durable.
-        CheckpointError if it cannot be written (older ones are untouched), here or at the next `save` or `join`;
-        TypeError or ValueError for a state that cannot be stored.
+        On return all is copied, and a thread writes the folder (durable on return with `wait`). best: marks it as the
+        best so far. spare: another step whose checkpoint is kept too. Those beyond `step` are removed once the new one
+        is durable. CheckpointError if it cannot be written (older ones are untouched), here or at the next `save` or
+        `join`; TypeError or ValueError for a state that cannot be stored.
         """
         copied = json.loads(json.dumps(state))
         if best is not None and not math.isfinite(best):
@@ -277,9 +260,8 @@ class Checkpoints:
         return path
 
     def require_room(self, needed: int, steps: int) -> None:
-        """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
-        `steps` updates will hold at once. Not of compressed ones, whose size nobody knows before.
-        """
+        """CheckpointError where the disk has no room for all checkpoints of `needed` bytes that a run of `steps`
+        updates holds at once. Not of compressed ones, whose size nobody knows before."""
         self._wait()  # whose files are being renamed
         count = self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
@@ -304,16 +286,11 @@ class Checkpoints:
         return [step_of(path) for path in self._paths()]
 
     def newest(self, before: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies (of a step up to `before`), or None where there is none at all.
-
-        A damaged one is named in a warning and the one before it is used. Raises CheckpointError when every checkpoint
-        is damaged, or when the newest has a schema that this code does not know.
-        """
+        """The newest checkpoint that verifies (of a step up to `before`), or None where there is none at all. Damaged
+        ones after it are named in a warning. CheckpointError when all are damaged, or of an unknown schema."""
         self._wait()
         damage: list[str] = []
-        for path in reversed(self._paths()):
-            if before is not None and step_of(path) > before:
-                continue
+        for path in reversed([path for path in self._paths() if before is None or step_of(path) <= before]):
             try:
                 checkpoint = read(path)
             except DamagedCheckpoint as error:
@@ -358,14 +335,13 @@ class Checkpoints:
         self._discard_after(step)
 
     def _wait(self) -> None:
-        """Wait for the save in flight. Its error is left for `save` and `join`: a reader can do without it."""
+        """Its error is left for `save` and `join`: a reader can do without it."""
         if self._pending is not None:
             futures.wait([self._pending])
 
     # From here on nothing waits: the thread calls these too, and the public methods only while it rests.
 
     def _write(self, final: Path, tensors: Tensors, state: Any, best: float | None, spare: int | None) -> None:
-        """Write, then tidy up. Runs in the thread."""
         temporary, step = final.with_suffix(".tmp"), step_of(final)
         try:
             mark = None
@@ -384,7 +360,7 @@ class Checkpoints:
         self._prune(spare)
 
     def _bests(self) -> list[Best]:
-        """Those that are kept as the best, in the order in which they were marked."""
+        """In the order in which they were marked."""
         marks = []
         for path in self._paths(("step", "best")):
             try:
@@ -410,12 +386,10 @@ class Checkpoints:
         """Keep the newest `keep`, the best, and those of every so many updates. Known damaged ones do not count."""
         whole = [path for path in self._paths() if path not in self._damaged]
         kept = {*whole[-self.keep :], *(best.path for best in self._bests())}
-        if self.keep_every:
-            kept |= {path for path in whole if step_of(path) % self.keep_every == 0}
-        kept |= {path for path in whole if step_of(path) == spare}
-        for path in self._paths(("step", "best")):
-            if path not in kept:
-                self._remove(path)
+        every = self.keep_every
+        kept |= {path for path in whole if step_of(path) == spare or (every and step_of(path) % every == 0)}
+        for path in [path for path in self._paths(("step", "best")) if path not in kept]:
+            self._remove(path)
 
     def _retire(self, path: Path) -> None:
         """Take a checkpoint out of the course of training: the best is renamed, any other removed."""
@@ -423,7 +397,7 @@ class Checkpoints:
             self._remove(path)
             return
         name = path.with_name(path.name.replace("step", "best"))
-        self._remove(name)  # marked earlier, of the same step
+        self._remove(name)  # marked earlier
         os.replace(path, name)
         sync_folder(self.folder)
 

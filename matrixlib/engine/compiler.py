@@ -14,8 +14,7 @@ from matrixlib.files import cache_root
 from matrixlib.hardware.runtime import Runtime
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
-"""Modes that record CUDA graphs: these write their results, gradients too, to the same memory each time."""
+GRAPHS = frozenset({"reduce-overhead", "max-autotune"})  # CUDA graphs write results and gradients to the same memory
 ON_CPU = {"cpp_wrapper": True}  # kernels are called from C++; half of AVX-512's vectors were as fast as whole ones
 
 
@@ -33,9 +32,8 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
 
 
 def keep_code() -> Path:
-    """The folder of compiled code, among our other files: torch keeps it under /tmp, which a restart empties. A
-    TORCHINDUCTOR_CACHE_DIR of the user's stands, but not torch's own, which an import of torch._dynamo sets.
-    """
+    """The folder of compiled code, among our other files, as a restart empties torch's under /tmp. The user's
+    TORCHINDUCTOR_CACHE_DIR stands, but not torch's own, which an import of torch._dynamo sets."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get(FOLDER, "") in ("", default_cache_dir()):
@@ -61,9 +59,8 @@ def begin_pass(mode: str) -> None:
 
 
 def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
-    """To be called after a backward pass whose gradients the next one adds to: a recorded graph lends its own memory as
-    `.grad`, which its next run writes over (https://github.com/pytorch/pytorch/issues/169545).
-    """
+    """To be called after a backward pass whose gradients the next one adds to: a recorded graph writes over what it has
+    lent as `.grad` (https://github.com/pytorch/pytorch/issues/169545)."""
     if mode in GRAPHS:
         for parameter in parameters:
             if parameter.grad is not None:
@@ -71,8 +68,7 @@ def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
 
 
 def graph_breaks() -> str:
-    """Why graphs of this process were broken so far, a reason once; "" where none was. TORCH_LOGS=graph_breaks shows
-    the places."""
+    """Why graphs of this process were broken so far; "" where none was. TORCH_LOGS=graph_breaks shows the places."""
     from torch._dynamo.utils import counters
 
     return "; ".join(" ".join(reason.split())[:100] for reason in counters["graph_break"])

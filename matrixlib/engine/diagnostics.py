@@ -32,11 +32,9 @@ from matrixlib.hardware.runtime import Runtime
 
 INITIAL_TOLERANCE = 0.15  # relative difference between the first losses and chance level that is worth a warning
 DEAD_DEVIATION = 1e-4  # standard deviation below which a unit behind a smooth activation is dead
-DEAD_ROWS = 4096
-"""Rows that a unit must have been silent for: over fewer, units that are merely rare would count as dead."""
+DEAD_ROWS = 4096  # that a unit must have been silent for: over fewer, units that are merely rare would count as dead
 RECTIFIERS = frozenset({"relu", "relu6"})  # activations whose units are dead when they are never above 0
-SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})
-"""Activations whose units are dead when they do not vary."""
+SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})  # dead when they do not vary
 EVIDENCE_UPDATES = 16  # updates at most whose records are kept as evidence, and rows of metrics from before the trouble
 TARGET_BINS = 16  # of a histogram of targets that are not classes
 COLLAPSE = 1e-4  # deviation between the rows of an output, in logits, below which it says the same for every input
@@ -45,8 +43,8 @@ COLLAPSE = 1e-4  # deviation between the rows of an output, in logits, below whi
 def first_update(
     task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
 ) -> tuple[GradientReport, dict[str, dict[str, float]], list[Message]]:
-    """(gradients of a `Step`'s first update; its losses beside chance level, see `Stats.initial`; messages about
-    gradients that look wrong and, of a fresh network, about losses far from chance)."""
+    """(gradients of a `Step`'s first update; its losses beside chance level, see `Stats.initial`; messages about what
+    looks wrong: of a fresh network also losses far from chance)."""
     initial, texts = compare_with_chance(task, step.taught(batch), stats)
     model = unwrap(step.model)
     gradients = report = gradient_report(model)
@@ -70,10 +68,8 @@ def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch,
 def inspect(
     step: Any, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
 ) -> tuple[dict[str, Any], list[Message]]:
-    """Figures (`Stats.statistics`) after an update of a `Step` and the warnings that follow from them.
-
-    batch: of the update, on the host. before: the weights before it (`snapshot`). norms: the latest gradient norms.
-    """
+    """Figures (`Stats.statistics`) after an update of a `Step` from the host's `batch`, and the warnings that follow.
+    before: the weights before it (`snapshot`). norms: the latest gradient norms."""
     model, runtime = unwrap(step.model), step.runtime
     part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
     blocks = block_statistics(model, before)
@@ -98,15 +94,15 @@ def inspect(
 def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:
     """Warnings about outputs of terms with a weight that, over so many rows, do not depend on their input."""
     alike = [name for name, row in outputs.items() if row["across"] < COLLAPSE and weights.get(name, 1.0)]
-    if not alike or rows < 2:
-        return []
-    text = f"for every input the same is said by {', '.join(alike)}: collapsed"
-    return [f"{text}; lower optim.learning_rate, look at the targets and at the dead units"]
+    text = (
+        f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
+        "targets and at the dead units"
+    )
+    return [text] if alike and rows > 1 else []
 
 
 class GradientReport(NamedTuple):
-    """Parameters without a gradient, and with one that is not finite or zero. Some are rightly so: heads of inactive
-    terms have none, a layer behind one that starts at zero has zeros."""
+    """Parameters without a gradient, and with one that is not finite or zero, as some rightly are."""
 
     missing: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()
@@ -151,9 +147,8 @@ def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[st
 def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> dict[str, dict[str, float]]:
     """mean, std (population), max (magnitude), share of infinities and `across` by output; one host read.
 
-    across: root mean square of what sets a row apart from the mean of the rows; 0 where all rows are alike. batch: host
-    tensors of one micro-batch. NaN marks entries that the task has masked out: they count nowhere. An output with no
-    entry left is left out. Eval mode, so BatchNorm and random streams stay as they are.
+    across: root mean square of what sets a row apart from the mean of the rows. batch: host tensors of one micro-batch.
+    NaN marks entries that the task has masked out: they count nowhere, and an output with no other is left out.
     """
     with evaluating(model):
         with runtime.autocast():
@@ -179,8 +174,7 @@ def _statistics(value: Tensor) -> Tensor:
 
 @contextmanager
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Inside the context every module calls enter(name, module, args, kwargs) before it runs, and
-    leave(name, module, args, output) after it, also after an exception."""
+    """Every module calls enter(name, module, args, kwargs) and leave(name, module, args, output), also on an error."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
@@ -207,11 +201,10 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def block_statistics(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Euclidean norms by block over its trainable parameters, of which `before` is the `snapshot` before an update; one
-    host read.
+    """Euclidean norms by block over its trainable parameters since a `snapshot` before an update; one host read.
 
-    "weight"; "gradient": of `.grad` as it stands, left out where a block has none; "update"; "ratio": of the update to
-    the weights before, left out where they were all zero.
+    "weight"; "gradient", left out where a block has none; "update"; "ratio" of the update to the weights before, left
+    out where they were all zero.
     """
     blocks: dict[str, list[int]] = defaultdict(list)
     norms: list[Tensor] = []
@@ -258,10 +251,10 @@ def dead_units(
 ) -> tuple[int, dict[str, Tensor]]:
     """(rows looked at, which units are dead (units,) by activation) over the first `minimum` rows or more.
 
-    Activations are functions that `task.outputs` runs, modules or not: "<module>.<function>", from the second call on
-    "....2" and so on. A unit is a channel over rows and places, dimension 1 of (B, C, H, W) and the last one of (B, C)
-    or (B, tokens, C). It is dead if it is never above 0 (ReLU), or its standard deviation is below 1e-4 (SiLU, GELU,
-    Mish). batches: host tensors. passes: as in `validate`. Eval mode; one host read.
+    Activations are functions that `task.outputs` runs: "<module>.<function>", from the second call on "....2" and so
+    on. A unit is dimension 1 of (B, C, H, W) and the last one of (B, C) or (B, tokens, C). It is dead if it is never
+    above 0 (ReLU), or its standard deviation is below 1e-4 (SiLU, GELU, Mish). batches: host tensors. passes: as in
+    `validate`.
     """
     model, passes = unwrap(model), passes or OomBackoff()
     seen, moments = 0, defaultdict[str, list[Tensor]](list)
@@ -304,8 +297,7 @@ def _dead(name: str, moments: Tensor) -> Tensor:
 
 
 class _Activations(TorchDispatchMode):
-    """Moments of the results of activation functions, by the module that runs and the function's name: (4, units)
-    count, mean, variance and largest value, on the device."""
+    """(4, units) count, mean, variance and largest value of activations' results, by module and function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,10 +333,7 @@ def _listed(names: Sequence[str]) -> str:
 
 class _FiniteChecks:
     """What ran, in order: (module, operation, finite before, finite after), the flags on the device until `first`.
-
-    Modules are checked by forward hooks, backward operations by hooks in the autograd graph: full backward hooks of
-    modules see no dict of outputs, no parameter's gradient, and forbid operations in place.
-    """
+    Full backward hooks of modules see no dict of outputs, no parameter's gradient, and forbid operations in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -352,7 +341,6 @@ class _FiniteChecks:
         self._inside: list[tuple[Tensor, set[Node]]] = []  # of the modules that are running, outermost first
 
     def first(self) -> str | None:
-        """As `first_nonfinite`; one host read."""
         flags = torch.stack([flag for event in self._events for flag in event[2:]]).tolist()
         for (module, operation, *_), before, after in zip(self._events, flags[::2], flags[1::2], strict=True):
             forward = operation in ("input", "output")
@@ -387,10 +375,8 @@ class _FiniteChecks:
             self._watch(name, outputs, sources)
 
     def _watch(self, name: str, outputs: list[Tensor], sources: set[Node]) -> None:
-        """Hook the backward operations from `outputs` back to `sources` that no inner module has hooked.
-
-        The mark is kept in the node itself: nodes that were held here would hold their saved tensors.
-        """
+        """Hook the backward operations from `outputs` back to `sources` that no inner module has hooked: the mark is
+        in the node, as nodes that were held here would hold their saved tensors."""
         todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
         while todo:
             node = todo.pop()
@@ -420,9 +406,8 @@ def first_nonfinite(replay: Callable[[], object], model: nn.Module) -> str | Non
     plain `model`; None if nothing did up to the loss and back from it.
 
     "value_head.fc2 (forward output)", with "its weight is not finite" where that is so; "value_head (gradient,
-    SqrtBackward0)": a backward operation of the innermost module that ran it; "the input ..."; "the loss ...": it gave
-    the network a non-finite gradient. A module that makes infinities on purpose is named, too. Gradients and buffers
-    that the replay leaves behind are the caller's to reset.
+    SqrtBackward0)": a backward operation of the innermost module; "the input ..."; "the loss ...": it gave the network
+    a non-finite gradient. Gradients and buffers that the replay leaves behind are the caller's to reset.
     """
     checks = _FiniteChecks(model)
     with _hooked(model, checks.enter, checks.leave):
@@ -431,7 +416,6 @@ def first_nonfinite(replay: Callable[[], object], model: nn.Module) -> str | Non
 
 
 def _floating(values: Any) -> list[Tensor]:
-    """All floating-point tensors in nested tuples, lists and mappings."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
@@ -439,8 +423,8 @@ def _floating(values: Any) -> list[Tensor]:
 def keep_evidence(
     run: Path, action: Action, step: int, health: Health, rows: Iterable[Mapping[str, Any]], source: Any, data: Data
 ) -> Path:
-    """Write down in the run's folder what led to `action` at the update that made `step`; the folder of it. rows: the
-    latest of metrics. source: of its batches (`Data.batches`), whose records are kept too."""
+    """Write down in the run's folder what led to `action` at the update that made `step`, with the latest `rows` of
+    metrics and the records of the batches of `source` (`Data.batches`); the folder of it."""
     folder = run / "evidence" / f"{action}_{health.rollbacks + 1}_update_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     batches = [source.unskipped_index(i) for i in range(max(health.onset, step - EVIDENCE_UPDATES), step)]
@@ -456,21 +440,20 @@ def target_figures(target: Tensor) -> dict[str, Any]:
     lower bounds of 16 equal bins -> how often where there are more different values than that."""
     values = target.detach().cpu().double().numpy().ravel()
     finite = values[np.isfinite(values)]
-    figures: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "shape": list(target.shape)}
-    figures |= {"not_finite": len(values) - len(finite), "histogram": {}}
-    if not len(finite):
-        return figures
     bounds, counts = np.unique(finite, return_counts=True)
     if len(bounds) > TARGET_BINS:
         counts, bounds = np.histogram(finite, TARGET_BINS)
-    histogram = {f"{bound:g}": int(count) for bound, count in zip(bounds, counts, strict=False)}
-    return figures | {"least": finite.min(), "greatest": finite.max(), "histogram": histogram}
+    return {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "shape": list(target.shape),
+        "not_finite": len(values) - len(finite),
+        "histogram": {f"{bound:g}": int(count) for bound, count in zip(bounds, counts, strict=False)},
+        **({"least": finite.min(), "greatest": finite.max()} if len(finite) else {}),
+    }
 
 
 def log_targets(path: Path, targets: Callable[[Batch], Mapping[str, Tensor]], stats: Stats, batch: Batch) -> None:
-    """A hook: a row of `target_figures` by term in targets.jsonl; an update that is repeated after a rollback stands
-    twice. targets: of a batch on the host, by term.
-    """
+    """A hook: a row of `target_figures` by term in targets.jsonl. targets: of a batch on the host, by term."""
     figures = {name: target_figures(target) for name, target in targets(batch).items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain({"time": utc_now(), "step": stats.step, "targets": figures})) + "\n")

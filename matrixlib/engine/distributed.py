@@ -1,9 +1,8 @@
-"""Several processes that train one network together: their ranks, what they agree on, whole and sharded networks.
+"""Several processes that train one network together, started by torchrun, each with rows of its own.
 
-torchrun starts them. Each makes the same updates from rows of its own, and decides on numbers that are the same
-everywhere: sums over ranks, or what rank 0 says. With `runtime.shard` torch's FSDP2 keeps a part of every weight,
-gradient and optimiser state on each rank, passes are collective operations, and between them a weight is a DTensor: of
-this the rest of the engine knows `full`, `local_part`, `sharded_like` and `unsharded`.
+They decide on numbers that are the same everywhere: sums over ranks, or what rank 0 says. With `runtime.shard` torch's
+FSDP2 keeps a part of every weight, gradient and optimiser state on each rank, and a weight is a DTensor: of this the
+rest of the engine knows `full`, `local_part`, `sharded_like` and `unsharded`.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
 
 GRACE_SECONDS = 6.0  # in which it is found out which rank does not answer
-OPENING = datetime.timedelta(hours=4)
-"""That the others wait at most while rank 0 opens a run; the launcher ends them if it fails."""
+OPENING = datetime.timedelta(hours=4)  # for rank 0 to open a run; the launcher ends the others if it fails
 PROBLEMS = ("compiler", "memory")  # why an update is to be repeated, the worst first
-SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")
-"""Those that move each number by itself, so that they need no full matrix."""
+SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")  # they move each number by itself
 
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
@@ -47,11 +44,8 @@ class LostRank(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` that train together; with one, every method gives its argument back.
-
-    group: of all of them, gloo on the CPU and NCCL between GPUs. store: outlives any of them. timeout: seconds after
-    which a rank that does not answer counts as hung.
-    """
+    """This process among `size` that train together; with one, every method gives its argument back. store: outlives
+    any of them. timeout: seconds after which a rank that does not answer counts as hung."""
 
     rank: int = 0
     size: int = 1
@@ -113,9 +107,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self, certain: bool = True) -> Iterator[None]:
-        """Within it, a RuntimeError is a LostRank. certain: False where it may be an error of this rank's own, which
-        stays as it is where no rank is missing.
-        """
+        """Within it, a RuntimeError is a LostRank; not `certain`: only where a rank is missing."""
         began = time.monotonic()
         try:
             yield
@@ -131,9 +123,8 @@ class Ranks:
             ) from error
 
     def _missing(self, timed_out: bool) -> str:
-        """The rank that was gone first, by whoever misses it first: the others miss one another soon. Its process has
-        ended or, `timed_out`, it has not come here although all others have.
-        """
+        """The rank that was gone first, by whoever misses it first: its process has ended or, `timed_out`, it has not
+        come here although all others have."""
         if self.store is None:
             return ""
         self.store.set(f"waiting/{self.rank}", "1")
@@ -159,9 +150,8 @@ def _alive(process: str) -> bool:
 
 
 def join(timeout: float) -> Ranks:
-    """This process's rank, where torchrun has started it as one of several; else the only one. timeout: as of `Ranks`.
-    A rank has the GPU of its number on this host, where there is one.
-    """
+    """This process's rank, where torchrun has started it as one of several; else the only one. A rank has the GPU of
+    its number on this host, where there is one."""
     if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
     if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -214,7 +204,6 @@ def check_shardable(config: Config, runtime: Runtime, size: int) -> None:
 
 
 def _count_passes(rows: int, size: int, micro_batch: int) -> int:
-    """As many as the rank with the most rows needs. ValueError where one has fewer rows than that."""
     count = math.ceil(math.ceil(rows / size) / micro_batch)
     if rows // size < count:
         raise ValueError(
@@ -264,8 +253,7 @@ def gather_full(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> di
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All weights are gathered inside the context, which all ranks enter, so that passes in it wait for no other rank;
-    what is done to them there is lost."""
+    """All weights are gathered inside the context, which all ranks enter; what is done to them there is lost."""
     if not hasattr(model, "unshard"):
         yield
         return
@@ -287,20 +275,16 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    """The network and what is gathered by itself."""
     return [module for module in model.modules() if hasattr(module, "unshard")]
 
 
 class Reducer:
     """Sums the gradients of a network over ranks.
 
-    Of a whole network in one all-reduce after the last pass of an update, once all have agreed on what to do:
-    DistributedDataParallel waits for every parameter of every rank in the backward pass, where one may run out of
-    memory or leave a parameter out.
-
-    With `runtime.shard` what the network's `parts()` names is gathered when a pass comes to it and let go of; all else
-    is there during the whole pass. Under bf16 these parts are gathered in it, unless they have a batch norm, and their
-    gradients are summed in fp32, after each pass.
+    Of a whole network in one all-reduce after the last pass, once all have agreed on what to do: one rank may run out
+    of memory or leave a parameter out, for which DistributedDataParallel would wait. With `runtime.shard` what the
+    network's `parts()` names is gathered when a pass comes to it; under bf16 in bf16, unless it has a batch norm, with
+    gradients summed in fp32.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, config: Config, runtime: Runtime) -> None:
@@ -345,10 +329,9 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, problem: str) -> str:
-        """After the last pass, or what there was of it: the worst problem of any rank. Where there is none, "", and the
-        gradients are sums over ranks, None where no rank has given one. ValueError where memory has run out with
-        `runtime.shard`: the others wait in the middle of a pass, so it cannot be repeated.
-        """
+        """After the last pass: the worst problem of any rank. Where there is none, "", and gradients are sums over
+        ranks, None where no rank has one. ValueError where memory has run out with `runtime.shard`: the others wait in
+        the middle of a pass."""
         if self._ranks.size == 1:
             return problem
         if self._sharded and problem:
@@ -365,9 +348,10 @@ class Reducer:
         for name, parameter in self._parameters.items():
             if not counts[name]:
                 parameter.grad = None
-            else:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(parameter.grad)
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
         if self._sharded:  # which its passes have summed
             return ""
         flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -33,11 +33,6 @@ class RunFolder:
         return str(self.record.get("started", ""))
 
     @property
-    def ended(self) -> str:
-        """When it ended, UTC; of one that has not, when it began."""
-        return str(self.summary.get("ended", self.started))
-
-    @property
     def complete(self) -> bool:
         """Whether it reached its end, for the updates that it then had."""
         return bool(self.summary.get("complete"))
@@ -62,8 +57,7 @@ def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def whole_runs(root: Path | None = None) -> list[RunFolder]:
-    """Every whole run below the reports root, the one that began last first. What is not whole is left out, with one
-    warning in a process."""
+    """Those below the reports root, the one that began last first; one warning in a process names each other folder."""
     runs = []
     for path in sorted((root or files.reports_root()).glob("*/run.json")):
         try:
@@ -74,14 +68,10 @@ def whole_runs(root: Path | None = None) -> list[RunFolder]:
 
 
 def newest_complete(task: str, fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True) -> Path | None:
-    """Folder of the training of this task that ended last; None where there is none. fits: which of them will do, by
-    the requested configuration."""
-    ended = [
-        run
-        for run in whole_runs()
-        if run.complete and run.record.get("kind") == "train" and run.task == task and fits(run.record["requested"])
-    ]
-    return max(ended, key=lambda run: run.ended).path if ended else None
+    """Folder of the training of this task that ended last; None where there is none. fits: by what was requested."""
+    trained = [run for run in whole_runs() if run.complete and run.record.get("kind") == "train" and run.task == task]
+    ended = [run for run in trained if fits(run.record["requested"])]
+    return max(ended, key=lambda run: str(run.summary.get("ended", run.started))).path if ended else None
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""Networks as ONNX files for other programs: written, compared with the network, with 8-bit weights on demand.
-
-Needs `onnx`, `onnxscript` and `onnxruntime`, which nothing else here needs: the extra `onnx` of pyproject.toml.
-"""
+"""Networks as ONNX files for other programs; needs the extra `onnx` of pyproject.toml."""
 
 import copy
 import importlib
@@ -62,11 +59,8 @@ def installed() -> bool:
 
 
 def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> OnnxFile:
-    """Write a network as one ONNX file with a free batch size; weights inside it, not in a file beside it.
-
-    batches: given to both; one of them has two rows or more. ValueError, and no file, where an output differs by more
-    than 1e-4 (of its size where that is above 1); ValueError without the packages.
-    """
+    """Write a network as one ONNX file with a free batch size. batches: given to both, one of two rows or more.
+    ValueError, and no file, where an output differs by more than `TOLERANCE`; ValueError without the packages."""
     onnx = _need("onnx")
     _need("onnxscript")
     module = copy.deepcopy(module).cpu().float().eval()
@@ -108,9 +102,8 @@ def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> O
 
 
 def quantise(path: Path | str, out: Path | str) -> None:
-    """Write an ONNX file again with 8-bit weights, unsigned, as onnxruntime convolves with signed ones four times more
-    slowly; activations become 8-bit as they come. Measure what it loses, and whether it is faster at all.
-    """
+    """Write an ONNX file again with 8-bit weights, unsigned: onnxruntime convolves with signed ones four times more
+    slowly. Measure what it loses, and whether it is faster at all."""
     onnx = _need("onnx")
     quantization = _need("onnxruntime.quantization")
     with _draft(out) as draft, _quiet():
@@ -127,7 +120,7 @@ def session(path: Path | str, threads: int = 0) -> Any:
 
 @contextmanager
 def _draft(path: Path | str) -> Iterator[Path]:
-    """A file to write and to look at, which gets its name only if nothing was wrong with it."""
+    """A file that gets its name only if nothing was wrong with it."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"no folder '{path.parent}' to write {path.name} to")
@@ -155,7 +148,5 @@ def _need(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        package = name.partition(".")[0]
-        raise ValueError(
-            f"'{package}' is not installed; `make install` brings it, or the extra: pip install '.[onnx]'"
-        ) from None
+        text = f"'{name.partition('.')[0]}' is not installed; `make install` brings it, or the extra"
+        raise ValueError(f"{text}: pip install '.[onnx]'") from None

@@ -15,19 +15,15 @@ from matrixlib.config import OptimConfig
 from matrixlib.engine.distributed import sharded_like
 from matrixlib.hardware import backend
 
-DECAYED = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, _ConvNd)
-"""Module types whose matrices get weight decay: those that multiply activations by them."""
+DECAYED = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, _ConvNd)  # they multiply activations by their matrices
 
 NOISE = 0x6E6F697365  # keeps the stream of the gradient noise apart from the others of a run's seed
 NEWTON_STEPS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Newton and Schulz's iteration of the fifth degree, as torch has them: https://kellerjordan.github.io/posts/muon/."""
-RMS = 0.2
-"""Root mean square of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # as torch has them: https://kellerjordan.github.io/posts/muon/
+RMS = 0.2  # of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)
 ROWS_DECAY = 0.95  # of the mean squares of rows (Li et al. 2025, https://arxiv.org/abs/2510.05491)
 _COUNTERS = ("step", "k", "weight_sum", "lr_max")
-_BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
-"""Entries of 8-bit AdamW's state that are not of the parameter's shape: its code and the scale of each block."""
+_BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})  # of 8-bit AdamW's state, not of the parameter's shape
 
 
 class SGDParameters(nn.Module):
@@ -54,8 +50,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
 
 @torch.no_grad()
 def copy_named(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy `tensors` into those of the same names. ValueError naming what is missing, unknown or of another shape,
-    before anything is copied."""
+    """ValueError naming what is missing, unknown or of another shape, before anything is copied."""
     if odd := sorted(set(own) ^ set(tensors)):
         raise ValueError(f"{what}: names differ from this model's in {len(odd)} places: {', '.join(odd[:5])}")
     for name, value in own.items():
@@ -76,11 +71,9 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) -> list[dict[str, Any]]:
     """Groups of an optimiser: decayed, and not decayed. Frozen parameters, and `SGDParameters`, are in neither.
 
-    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module, and not biases, norms,
-    embeddings, parameters that a module of our own holds, and those shared with one that must not decay.
-
-    muon: each group also says whether it is `orthogonal`. Those are the decayed ones of hidden layers; the network's
-    `edges()` names the layers that take the data or give the outputs. ValueError for a network without that method.
+    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module and are not shared with one
+    that must not decay. muon: each group also says whether it is `orthogonal`: decayed, and in none of the layers of
+    the network's `edges()`, which take the data or give the outputs. ValueError for a network without that method.
     """
     network: Any = unwrap(model)
     if muon and not hasattr(network, "edges"):
@@ -112,63 +105,53 @@ def optimiser(
     device: torch.device,
     own: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimiser that `config` names over `model`, which must already be on `device`: the fused kernel where there
-    is one that serves every network, else foreach. own: makes another one from the parameter groups.
+    """The optimiser that `config` names over `model`, which must already be on `device`, or that `own` makes from the
+    parameter groups; the step sets the learning rate of each update.
 
-    The step sets the learning rate of each update. Without its library 8-bit AdamW is plain AdamW, with a warning.
-    ValueError when no parameter can be trained, or when the library of an optimiser is not installed.
+    Without its library 8-bit AdamW is plain AdamW, with a warning. ValueError when no parameter can be trained, or when
+    the library of another optimiser is not installed.
     """
     groups = parameter_groups(model, config.weight_decay, config.optimiser in ("muon", "normuon"))
     if not groups:
         raise ValueError("the model has no trainable parameter; every requires_grad is False")
     if own is not None:
-        made = own(groups)
+        made: Any = own(groups)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"optimizer: it must give a torch.optim.Optimizer, not {type(made).__name__}")
         return made
     fused = device.type in backend.FUSED
-    base: dict[str, Any] = {"lr": config.learning_rate, "foreach": True}
-    moments: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    fast = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True} | moments
-    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, fast),
-        "muon": (Muon, fast | {"momentum": config.momentum}),
-        "normuon": (Muon, fast | {"momentum": config.momentum, "even_rows": True}),
-        "adam": (torch.optim.Adam, fast),
+    rate: dict[str, Any] = {"lr": config.learning_rate}
+    base, moments = rate | {"foreach": True}, {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    fast = rate | moments | {"fused": fused, "foreach": None if fused else True}
+    package, name, options = {
+        "adamw": ("torch.optim", "AdamW", fast),
+        "muon": (__name__, "Muon", fast | {"momentum": config.momentum}),
+        "normuon": (__name__, "Muon", fast | {"momentum": config.momentum, "even_rows": True}),
+        "adam": ("torch.optim", "Adam", fast),
         # torch 2.13's fused kernel fails at a parameter whose gradients begin after the others'
-        "sgd": (torch.optim.SGD, base | {"momentum": config.momentum, "nesterov": config.momentum > 0}),
-        "rmsprop": (torch.optim.RMSprop, base | {"alpha": config.beta2, "eps": config.eps}),
-        "radam": (torch.optim.RAdam, base | moments | {"decoupled_weight_decay": True}),
-        "nadam": (torch.optim.NAdam, base | moments | {"decoupled_weight_decay": True}),
-        "adafactor": (torch.optim.Adafactor, base),
-    }
-    kind = optimiser_kind(config)
-    if kind in kinds:
-        if kind != config.optimiser:
-            text = "bitsandbytes is not installed, so optim.optimiser adamw_8bit is plain AdamW"
-            warnings.warn(f"{text}; pip install bitsandbytes", RuntimeWarning, stacklevel=2)
-        of_torch, options = kinds[kind]
-        return of_torch(groups, **options)
-    package, name = {
-        "lamb": ("pytorch_optimizer", "Lamb"),
-        "schedule_free": ("schedulefree", "AdamWScheduleFree"),
-        "adamw_8bit": ("bitsandbytes.optim", "AdamW8bit"),
-    }[kind]
-    if kind == "adamw_8bit":
-        base.pop("foreach")
-        for parameter in (parameter for group in groups for parameter in group["params"]):
-            parameter.data = parameter.data.contiguous()  # its updates would, after the average has looked them up
+        "sgd": ("torch.optim", "SGD", base | {"momentum": config.momentum, "nesterov": config.momentum > 0}),
+        "rmsprop": ("torch.optim", "RMSprop", base | {"alpha": config.beta2, "eps": config.eps}),
+        "radam": ("torch.optim", "RAdam", base | moments | {"decoupled_weight_decay": True}),
+        "nadam": ("torch.optim", "NAdam", base | moments | {"decoupled_weight_decay": True}),
+        "adafactor": ("torch.optim", "Adafactor", base),
+        "lamb": ("pytorch_optimizer", "Lamb", base | moments),
+        "schedule_free": ("schedulefree", "AdamWScheduleFree", base | moments),
+        "adamw_8bit": ("bitsandbytes.optim", "AdamW8bit", rate | moments),
+    }[kind := optimiser_kind(config)]
+    if kind != config.optimiser:
+        text = "bitsandbytes is not installed, so optim.optimiser adamw_8bit is plain AdamW"
+        warnings.warn(f"{text}; pip install bitsandbytes", RuntimeWarning, stacklevel=2)
+    for parameter in (parameter for group in groups for parameter in group["params"] if kind == "adamw_8bit"):
+        parameter.data = parameter.data.contiguous()  # its updates would, after the average has looked them up
     try:
-        library = importlib.import_module(package)
+        made = getattr(importlib.import_module(package), name)(groups, **options)
     except ImportError as error:
         install = package.partition(".")[0].replace("_", "-")
-        raise ValueError(
-            f"optim.optimiser {kind} needs {install} ({error}); pip install {install}, or choose another"
-        ) from error
-    foreign: Any = getattr(library, name)(groups, **base, **moments)
+        text = f"optim.optimiser {kind} needs {install} ({error}); pip install {install}, or choose another"
+        raise ValueError(text) from error
     if kind == "schedule_free":
-        foreign.train()  # before the first update it sets a flag alone
-    return cast(torch.optim.Optimizer, foreign)
+        made.train()  # before the first update it sets a flag alone
+    return cast(torch.optim.Optimizer, made)
 
 
 def optimiser_kind(config: OptimConfig) -> str:
@@ -261,9 +244,7 @@ def noise_variance(config: OptimConfig, update: int) -> float:
 
 @torch.no_grad()
 def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: int) -> None:
-    """Add normal noise in place. Its stream is a function of (seed, update): a run that was resumed or rolled back,
-    and every rank, draws the same, and no other stream moves.
-    """
+    """Add normal noise in place, a function of (seed, update) as every rank and a resumed run need it."""
     device = gradients[0].device
     generator = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + update + NOISE) % 2**63)
     for gradient in gradients:
@@ -274,16 +255,14 @@ def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: i
 class Muon(torch.optim.AdamW):
     """Groups with `orthogonal: True` are moved by Muon, the others by AdamW; all by one learning rate.
 
-    torch.optim.Muon takes matrices alone, one at a time. Here a kernel (O, I, h, w) is a matrix (O, I * h * w), and
-    those of one shape are made orthogonal together. An update has the size of AdamW's (torch's `match_rms_adamw`).
+    A kernel (O, I, h, w) is a matrix (O, I * h * w), and those of one shape are made orthogonal together; torch's Muon
+    takes matrices alone, one at a time. An update has the size of AdamW's. momentum: of the matrices, with Nesterov's
+    look ahead. even_rows: NorMuon, in which each output is moved about as far as the others.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], *, momentum: float, even_rows: bool = False, **options: Any
     ) -> None:
-        """groups: of AdamW, each with the key `orthogonal`. momentum: of the matrices, with Nesterov's look ahead.
-        even_rows: NorMuon, in which each output is moved about as far as the others.
-        """
         super().__init__(groups, **options)
         self.momentum, self.even_rows = momentum, even_rows
 
@@ -340,8 +319,7 @@ class Muon(torch.optim.AdamW):
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """(N, R, C) to about the nearest matrices with orthogonal rows (R <= C) or columns: singular values come out
-    between 0.7 and 1.2, those that are next to nothing below.
-    """
+    between 0.7 and 1.2, those that are next to nothing below."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if tall else matrices).float()
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
@@ -359,10 +337,8 @@ def _by_steps(x: Tensor) -> Tensor:
 
 
 def _by_squares(x: Tensor) -> Tensor:
-    """The same in a third of the time on a CPU: each step multiplies x by a polynomial of x x', and all of these
-    commute, so they are multiplied with each other and with x once. Not in TF32 or bf16: an eigenvalue of the square
-    that rounding makes negative grows tenfold at each step.
-    """
+    """The same in a third of the time on a CPU: each step multiplies x by a polynomial of x x', and these commute. Not
+    in TF32 or bf16: an eigenvalue of the square that rounding makes negative grows tenfold at each step."""
     a, b, c = COEFFICIENTS
     square = x @ x.mT
     one = torch.eye(square.shape[1], dtype=square.dtype)

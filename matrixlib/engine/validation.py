@@ -28,9 +28,7 @@ FIRST_AUTO = 20  # updates before the first validation, and at least between two
 @dataclass(frozen=True)
 class Validation:
     """One validation. kind: "sample" or "full". loss: weighted total of `losses`, the means over items by term.
-
-    metrics: means by "term/name". counts: items by term. Terms without items stand in counts alone.
-    """
+    metrics: means by "term/name". counts: items by term; terms without any stand there alone."""
 
     kind: str
     loss: float
@@ -66,8 +64,8 @@ def validate(
 ) -> Validation | None:
     """Losses and metrics of `model` over `batches` (host tensors), of all ranks together; None where there is no batch.
 
-    Sums over all batches stay on the device (float64 where it has that) and are read once. beat: called after each
-    batch. passes: how batches are cut where memory runs out, for the validations to come as well.
+    Sums stay on the device (float64 where it has that) and are read once. beat: called after each batch. passes: how
+    batches are cut where memory runs out, for the validations to come as well.
     """
     started = time.perf_counter()
     device = runtime.torch_device
@@ -97,22 +95,14 @@ def validate(
     counts = ranks.total(counts)
     items = {name: counts[name.split("/")[0]] for name in values}
     means = {name: value / items[name] for name, value in values.items() if items[name]}
-    losses_ = {name: value for name, value in means.items() if name in active}
-    return Validation(
-        kind,
-        math.fsum(task.weights[term] * value for term, value in losses_.items()),
-        losses_,
-        {name: value for name, value in means.items() if name not in active},
-        counts,
-        ranks.same(time.perf_counter() - started),
-    )
+    by_term = {name: value for name, value in means.items() if name in active}
+    metrics = {name: value for name, value in means.items() if name not in active}
+    loss = math.fsum(task.weights[term] * value for term, value in by_term.items())
+    return Validation(kind, loss, by_term, metrics, counts, ranks.same(time.perf_counter() - started))
 
 
 class HeldOut:
-    """What a run is judged by. The sample is made once and kept on the host; `passes`: as in `validate`, for all.
-
-    ranks: each has batches with rows of its own.
-    """
+    """What a run is judged by. The sample is made once and kept on the host. ranks: each has rows of its own."""
 
     def __init__(self, task: Task, data: Data, runtime: Runtime, ranks: Ranks = ALONE) -> None:
         self._task, self._data, self._runtime, self._ranks = task, data, runtime, ranks
@@ -164,16 +154,10 @@ def refuse_below_floor(
 
 @dataclass
 class Cadence(State):
-    """When to validate and when to stop, as a state machine over update counts and losses.
-
-    due_at: update count of the next validation. done: how many there were. stale: validations since the last
-    improvement of their kind; from `plateau` of them on, they come `plateau_factor` times rarer. reference: loss by
-    kind that has to be beaten by `min_delta` (absolute). full_stale: as stale, of full ones. best, best_at: lowest full
-    loss and its update count.
-
-    For an interval of `auto`: updating, validating: seconds in updates and in validations so far; seconds: of the last
-    validation by kind. The next one is due where all of them, it included, take `share` of the time.
-    """
+    """When to validate and when to stop. due_at: update count of the next validation. done: how many there were. stale,
+    full_stale: those, and full ones, since the last improvement of their kind. reference: loss by kind to be beaten by
+    `min_delta`. best, best_at: lowest full loss and its update count. updating, validating: seconds so far, for an
+    interval of `auto`; seconds: of the last validation by kind."""
 
     config: ValidationConfig
     due_at: int = 0
@@ -207,7 +191,7 @@ class Cadence(State):
         return "full" if (self.done + 1) % self.config.full_every == 0 else "sample"
 
     def _interval(self, updates: int, kind: str, seconds: float) -> int:
-        """Updates to the next validation."""
+        """Updates to the next validation: where all of them, it included, take `share` of the time."""
         if self.config.interval != "auto":
             return self.config.interval
         self.validating += seconds
