@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -238,23 +239,17 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
     for size in (1, 2):
         if (ranks := worlds[size]) is not None:
             out[f"staged {size}"] = staged(folder / f"staged_{size}", ranks)
-    for name, change, sections in (
-        ("poison", poison, {"gating": {"freeze_steps": 2}}),
-        ("ruin", ruin, {}),
-    ):
-        task = ToyTask(gate_plane=name == "poison")
-        for size in (1, 2):
-            if (ranks := worlds[size]) is not None:
-                place = folder / f"{name}_{size}"
-                trainer = run(build(place, ranks, double=True, change=change, task=task, **sections))
-                out[f"{name} {size} messages"] = trainer.messages
-                out[f"{name} {size} weights"] = [float(value.sum()) for value in weights(trainer).values()]
-                out[f"{name} {size} health"] = [trainer._step.health.skipped, trainer._step.health.rollbacks]
-    for size in (1, 2):
+    gated = {"task": ToyTask(gate_plane=True), "gating": {"freeze_steps": 2}}
+    options: dict[str, Any] = {"poison": {"change": poison, **gated}, "ruin": {"change": ruin}}
+    for name, size in itertools.product((*options, "branch"), (1, 2)):
         if (ranks := worlds[size]) is not None:
-            trainer = run(build(folder / f"branch_{size}", ranks, double=True, task=BranchTask()))
-            out[f"branch {size}"] = [float(value.sum()) for value in weights(trainer).values()]
-            out[f"idle {size}"] = trainer.model.idle.weight.grad is None
+            own = options.get(name, {"task": BranchTask()})
+            trainer = run(build(folder / f"{name}_{size}", ranks, double=True, **own))
+            out[f"{name} {size} messages"] = trainer.messages
+            out[f"{name} {size}"] = [float(value.sum()) for value in weights(trainer).values()]
+            out[f"{name} {size} health"] = [trainer._step.health.skipped, trainer._step.health.rollbacks]
+            if name == "branch":
+                out[f"idle {size}"] = trainer.model.idle.weight.grad is None
     if (ranks := worlds[2]) is not None:
         for after in (0, 20):  # at the first update, and when updates of this kind have gone through
             short = ShortTask(short=ranks.rank == 1, after=after)
@@ -310,7 +305,7 @@ def alone_weights(folder: Path) -> dict[str, Tensor]:
     """Of a run's last checkpoint, by the names of `weights`."""
     newest = Checkpoints(folder / "checkpoints", 2).newest()
     assert newest is not None
-    averages = {f"average {name}": value for name, value in newest.tensors["ema"].items()}
+    averages = {f"average {name}": value for name, value in newest.tensors.get("ema", {}).items()}
     return newest.tensors["model"] | averages
 
 

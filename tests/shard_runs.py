@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import diagnostics, metrics
+from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.distributed import SHARDED_OPTIMISERS, Ranks, Reducer, full, local_part, unsharded
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
@@ -85,15 +85,11 @@ def tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def layout(folder: Path) -> dict[str, Any]:
-    """What says how the files of a run's newest checkpoint are laid out."""
-    place = sorted((folder / "checkpoints").glob("step_*"))[-1]
-    heads = {}
-    for file in sorted(place.glob("*.safetensors")):
-        data = file.read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        heads[file.name] = [len(data), data[8 : 8 + length].decode()]
-    state = json.loads((place / "state.json").read_text())
-    return {"files": heads, "keys": sorted(state), "state": sorted(state["state"])}
+    """Files of a run's newest checkpoint with their tensors' names and shapes, and the keys of its state."""
+    newest = Checkpoints(folder / "checkpoints", 2).newest()
+    files = {file.name: file.stat().st_size for file in newest.path.glob("*.safetensors")}
+    shapes = {f"{group}/{name}": list(t.shape) for group, of in newest.tensors.items() for name, t in of.items()}
+    return {"files": files, "shapes": shapes, "state": sorted(newest.state)}
 
 
 def member(rank: int, size: int, folder: Path) -> None:
@@ -173,10 +169,6 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
     begin(trainer, given)
     state = weights(trainer)
     out["init"] = max([float((state[name] - value).abs().max()) for name, value in given.items()], default=0.0)
-    try:
-        run(make(folder / "single", two, micro_batch=1))
-    except ValueError as error:
-        out["single"] = str(error)
     return out
 
 
@@ -207,9 +199,8 @@ def mixed(ranks: Ranks) -> dict[str, Any]:
         # each rank has the same rows here, so the sum of its gradients is twice theirs
         plain, cut = ([value.detach().float() for value in result] for result in results)
         cut = cut[:2] + [value / ranks.size for value in cut[2:]]
-        out[f"mixed {norm}"] = max(
-            float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(cut, plain, strict=True)
-        )
+        apart = [(a - b).norm() / b.norm().clamp(min=1e-3) for a, b in zip(cut, plain, strict=True)]
+        out[f"mixed {norm}"] = max(map(float, apart))
         with unsharded(nets[1]):
             out[f"gathered {norm}"] = str(nets[1].get_parameter("tower.0.convs.0.weight").dtype)
     return out

@@ -1,4 +1,4 @@
-"""One contract for every optimiser, on the toy task; the first update of each beside the library's own."""
+"""Optimisers on the toy task, one contract for each; their groups, schedules and averages, state by name."""
 
 import copy
 import sys
@@ -13,9 +13,10 @@ from toy_task import ToyNet, ToySource, toy_runtime
 
 from matrixlib.config import Config, ConfigError, OptimConfig
 from matrixlib.engine import optim
-from matrixlib.engine.averages import average
+from matrixlib.engine.averages import EMA, average
 from matrixlib.engine.checkpoint import CheckpointError
 from matrixlib.engine.optim import Muon, _by_steps, orthogonal
+from matrixlib.engine.schedule import learning_rate
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import get_task, load_config
 
@@ -23,7 +24,6 @@ CPU = torch.device("cpu")
 NAMES = get_args(OptimConfig.model_fields["optimiser"].annotation)
 
 
-RATES = {"sgd": 0.002, "rmsprop": 0.002}
 LIBRARIES = {"lamb": "pytorch_optimizer", "schedule_free": "schedulefree", "adamw_8bit": "bitsandbytes"}
 
 
@@ -31,7 +31,7 @@ def changes(name: str) -> dict[str, Any]:
     if name in LIBRARIES:
         pytest.importorskip(LIBRARIES[name])
     schedule = {"schedule": "constant"} if name == "schedule_free" else {}
-    return {"optimiser": name, "learning_rate": RATES.get(name, 0.01), **schedule}
+    return {"optimiser": name, "learning_rate": 0.002 if name in ("sgd", "rmsprop") else 0.01, **schedule}
 
 
 class Large(Runtime):
@@ -232,28 +232,18 @@ def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], way:
         load_config("demo", {"optim": options})
 
 
-def groups_of(net: nn.Module) -> dict[str, tuple[bool, bool]]:
-    """Parameter name -> (orthogonal, decayed)."""
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
-    return {
-        names[id(parameter)]: (group["orthogonal"], group["weight_decay"] > 0)
-        for group in optim.parameter_groups(net, 0.1, muon=True)
-        for parameter in group["params"]
-    }
-
-
 @pytest.mark.parametrize("preset", ["quick", "latin_demo", "melee_demo"])
 def test_muon_moves_hidden_matrices_alone(preset: str) -> None:
     config = load_config(preset)
     net = get_task(config.task).task(config).build_model()
-    groups = groups_of(net)
-    hidden = {name for name, (orthogonal, _) in groups.items() if orthogonal}
-    edges = {id(p) for layer in net.edges() for p in layer.parameters()}
-    assert hidden
-    assert groups.keys() == {name for name, p in net.named_parameters() if p.requires_grad}
-    for name in hidden:
-        assert (net.get_parameter(name).ndim >= 2, groups[name]) == (True, (True, True))
-        assert id(net.get_parameter(name)) not in edges
+    names = {id(parameter): name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    groups = optim.parameter_groups(net, 0.1, muon=True)
+    assert sorted(names[id(p)] for group in groups for p in group["params"]) == sorted(names.values())
+    (moved,) = (group for group in groups if group["orthogonal"])
+    hidden = {names[id(parameter)] for parameter in moved["params"]}
+    assert moved["weight_decay"] > 0
+    assert all(parameter.ndim >= 2 for parameter in moved["params"])
+    assert {id(p) for layer in net.edges() for p in layer.parameters()}.isdisjoint(map(id, moved["params"]))
     if preset == "quick":
         assert {"stem.conv.weight", "policy_head.pairs.key.weight", "value_head.fc3.weight"}.isdisjoint(hidden)
         assert {"tower.0.convs.0.weight", "policy_head.pairs.query.weight", "value_head.fc1.weight"} <= hidden
@@ -275,27 +265,25 @@ def test_orthogonal_matrices(shape: tuple[int, ...]) -> None:
     wide = matrices if shape[1] < shape[2] else matrices.mT
     steps = _by_steps((wide / torch.linalg.matrix_norm(wide, keepdim=True)).bfloat16()).float()
     torch.testing.assert_close(orthogonal(wide), steps, rtol=0, atol=0.02)  # in bf16
-    thin = torch.randn(shape[0], shape[1], 3, generator=generator) @ torch.randn(
-        shape[0], 3, shape[2], generator=generator
-    )
-    values = torch.linalg.svdvals(orthogonal(thin))
+    left, right = (torch.randn(*sizes, generator=generator) for sizes in ((*shape[:2], 3), (shape[0], 3, shape[2])))
+    values = torch.linalg.svdvals(orthogonal(left @ right))
     assert values[:, 2].min() > 0.5
     assert values[:, 0].max() < 1.3
     assert values[:, 3].max() < 0.01, "what is nothing but rounding is not blown up"
+
+
+def updated(kernel: Tensor, gradient: Tensor, even_rows: bool = False) -> Tensor:
+    parameter = nn.Parameter(kernel)
+    parameter.grad = gradient
+    groups = [{"params": [parameter], "weight_decay": 0.0, "orthogonal": True}]
+    Muon(groups, momentum=0.95, even_rows=even_rows, lr=0.1).step()
+    return parameter.detach()
 
 
 def test_a_kernel_is_a_matrix_of_its_outputs_in_any_memory_format() -> None:
     """The update of a kernel is that of its matrix, at the size of AdamW's."""
     gradient = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(2))
     start = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(3))
-
-    def updated(kernel: Tensor, of: Tensor) -> Tensor:
-        parameter = nn.Parameter(kernel)
-        parameter.grad = of
-        groups = [{"params": [parameter], "weight_decay": 0.0, "orthogonal": True}]
-        Muon(groups, momentum=0.95, lr=0.1).step()
-        return parameter.detach()
-
     flat = updated(start.clone().flatten(1), gradient.flatten(1)).view_as(start)
     last = updated(start.clone(memory_format=torch.channels_last), gradient)
     assert torch.equal(updated(start.clone(), gradient), flat)
@@ -308,14 +296,7 @@ def test_normuon_moves_all_outputs_alike_and_as_far_as_muon() -> None:
     generator = torch.Generator().manual_seed(2)
     gradient = torch.randn(8, 4, 3, 3, generator=generator) * torch.logspace(-3, 0, 8).view(8, 1, 1, 1)
 
-    def update(even_rows: bool) -> Tensor:
-        parameter = nn.Parameter(torch.zeros(8, 4, 3, 3))
-        parameter.grad = gradient
-        groups = [{"params": [parameter], "weight_decay": 0.0, "orthogonal": True}]
-        Muon(groups, momentum=0.95, even_rows=even_rows, lr=0.1).step()
-        return parameter.detach().flatten(1)
-
-    plain, even = update(False), update(True)
+    plain, even = (updated(torch.zeros(8, 4, 3, 3), gradient, rows).flatten(1) for rows in (False, True))
     torch.testing.assert_close(even.norm(), plain.norm())
     torch.testing.assert_close(even.norm(dim=1), even.norm(dim=1).mean().expand(8), rtol=1e-3, atol=0)
     assert not torch.allclose(plain.norm(dim=1), plain.norm(dim=1).mean().expand(8), rtol=1e-3, atol=0)
@@ -363,3 +344,146 @@ def test_a_plateau_cuts_the_rate_of_its_schedule_and_resumes(tmp_path: Path) -> 
     sampled = settings(optim={"plateau": 1}, validation=rare | {"full_every": 9})
     samples = build(tmp_path / "samples", config=sampled, steps=8)
     assert [s.learning_rate for s in samples.train()] == [samples._step.schedule(i) for i in range(8)]
+
+
+# Groups, schedule, averages, state by name
+
+
+def of_optim(**changes: object) -> OptimConfig:
+    return load_config("demo").optim.model_copy(update=changes)
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.batch_norm = nn.BatchNorm2d(4)
+        self.group_norm = nn.GroupNorm(2, 4)
+        self.layer_norm = nn.LayerNorm((4, 8, 8))  # an affine norm with three dimensions
+        self.project = nn.Linear(4, 12)
+        self.bias = nn.Parameter(torch.zeros(2, 8, 8))
+        self.packed = nn.MultiheadAttention(4, 2)
+        self.embedding = nn.Embedding(5, 4)
+        self.tied = nn.Linear(4, 5)
+        self.tied.weight = self.embedding.weight
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+
+def test_weight_decay_only_on_matrices_and_kernels() -> None:
+    model = Zoo()
+    groups = optim.parameter_groups(model, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    plain = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
+    assert decayed == {"convolution.weight", "project.weight", "packed.in_proj_weight", "packed.out_proj.weight"}
+    assert {"bias", "embedding.weight", "layer_norm.weight"} <= plain
+    assert decayed | plain == {name for name in names.values() if not name.startswith("frozen")}
+    assert sum(len(group["params"]) for group in groups) == len(decayed | plain)
+
+
+def test_adamw_is_fused_on_the_cpu() -> None:
+    adamw = optim.optimiser(ToyNet(), of_optim(), CPU)
+    assert (adamw.defaults["fused"], adamw.defaults["foreach"]) == (True, None)
+    assert optim.optimiser(ToyNet().to("meta"), of_optim(), torch.device("meta")).defaults["foreach"] is True
+    with pytest.raises(ValueError, match="requires_grad"):
+        optim.optimiser(ToyNet().requires_grad_(False), of_optim(), CPU)
+
+
+def test_names_are_plain_under_a_compiled_wrapper() -> None:
+    model = ToyNet()
+    wrapped = torch.compile(model)
+    assert all(name.startswith("_orig_mod.") for name in wrapped.state_dict())  # the trap
+    assert set(optim.named_tensors(wrapped)) == set(EMA(wrapped, 0.9).state_dict()) == set(model.state_dict())
+    assert all(not name.startswith("_") for name, _ in optim.weights(wrapped))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (100, 1), (2, 10), (1, 10), (7, 3), (60, 59)])
+def test_schedule_shape(kind: str, steps: int, warmup: int) -> None:
+    peak, final = 3e-3, 0.05
+    options = of_optim(learning_rate=peak, schedule=kind, final_fraction=final, warmup_steps=warmup)
+    schedule = learning_rate(options, steps)
+    rates = [schedule(update) for update in range(steps)]
+    assert all(0 < rate <= peak for rate in rates)
+    assert max(rates) == peak
+    if steps > 1:
+        assert rates[-1] == (peak if kind == "constant" else peak * final)
+    top = rates.index(peak)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert schedule(steps + 50) == rates[-1]
+    if warmup < steps:
+        assert rates[:warmup] == pytest.approx([peak * (i + 1) / warmup for i in range(warmup)]), "it is never 0"
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_warm_restarts_and_a_rate_that_stays_at_the_peak_until_the_last_part(kind: str) -> None:
+    peak = {"learning_rate": 1.0, "schedule": kind, "warmup_steps": 11}
+    schedule = learning_rate(of_optim(**peak, final_fraction=0.1, restarts=2), 101)
+    rates = [schedule(update) for update in range(101)]
+    assert [update for update in range(10, 100) if rates[update] == 1.0] == [10, 40, 70]
+    assert rates[39] == pytest.approx(0.1, abs=0.04)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[41:70] == sorted(rates[41:70], reverse=True)
+    schedule = learning_rate(of_optim(**peak, final_fraction=0.0, decay_share=0.3), 111)
+    rates = [schedule(update) for update in range(111)]
+    assert set(rates[10:81]) == {1.0}
+    assert rates[81:] == sorted(set(rates[81:]), reverse=True)
+    assert (rates[95], rates[-1]) == (pytest.approx(0.5), 0)
+
+
+def test_the_rate_grows_with_the_root_of_the_batch_where_that_is_asked_for() -> None:
+    config = of_optim(learning_rate=0.01, warmup_steps=0, rate_batch=128)
+    assert [learning_rate(config, 10, rows)(0) for rows in (128, 512, 32)] == pytest.approx([0.01, 0.02, 0.005])
+    assert learning_rate(of_optim(learning_rate=0.01, warmup_steps=0), 10, 512)(0) == 0.01
+
+
+def test_ema_by_hand_with_decay_warm_up() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    ema = EMA(model, 0.5)
+    expected = 1.0
+    for update, value in enumerate([2.0, 5.0, -1.0, 4.0, 0.0, 7.0, 7.0, 1.0, 1.0, 2.0]):
+        nn.init.constant_(model.weight, value)
+        ema.update()
+        decay = min(0.5, (1 + update) / (10 + update))
+        expected = decay * expected + (1 - decay) * value
+    assert ema.state_dict()["weight"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_ema_averages_batchnorm_statistics_and_copies_integers() -> None:
+    """torch's AveragedModel copies raw statistics, which do not belong to averaged weights."""
+    model = ToyNet(norm="batch")
+    ema = EMA(model, 0.9)
+    mean, counter = model.norm.running_mean, model.norm.num_batches_tracked
+    with torch.no_grad():
+        for value in (1.0, 2.0):
+            mean.fill_(value)
+            counter.fill_(int(value))
+            ema.update()
+    second = 2 / 11
+    expected = second * (0.1 * 0 + 0.9 * 1.0) + (1 - second) * 2.0
+    assert ema.state_dict()["norm.running_mean"][0].item() == pytest.approx(expected)
+    assert ema.state_dict()["norm.num_batches_tracked"].item() == 2
+
+
+@pytest.mark.parametrize("name", ["inner.weight", "extra", "plane.bias"])
+def test_loading_other_tensors_is_refused_and_changes_nothing(name: str) -> None:
+    """One that is missing, unknown or of another shape."""
+    model = ToyNet()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tensors = {key: value + 1 for key, value in before.items() if key != "inner.weight" or name != key}
+    tensors |= {name: torch.zeros(2)} if name != "inner.weight" else {}
+    with pytest.raises(ValueError, match=name):
+        optim.load_tensors(model, tensors)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_optimiser_state_of_another_model_is_refused() -> None:
+    model = ToyNet()
+    adamw = optim.optimiser(model, of_optim(), CPU)
+    with pytest.raises(ValueError, match=r"trunk\.weight"):
+        optim.load_optimiser(adamw, model, {"trunk.weight/exp_avg": torch.zeros(2)}, ())
+    with pytest.raises(ValueError, match="state"):
+        optim.load_optimiser(adamw, model, {"inner.weight/exp_avg": torch.zeros(2)}, ())

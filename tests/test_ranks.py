@@ -18,16 +18,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 import toy_spec
 import yaml
-from rank_runs import member, results_of
+from rank_runs import alone_weights, member, results_of
 
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import distributed, metrics
 from matrixlib.engine.averages import BATCHES
-from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.runs import run as runs
 
 TESTS = Path(__file__).parent
@@ -84,27 +82,24 @@ def test_a_rank_that_is_gone_or_hangs_is_known_by_its_process_and_by_time(monkey
 def test_any_number_of_ranks_gives_the_same_weights(
     results: list[dict[str, Any]], double: bool, tolerance: float
 ) -> None:
-    for size in (2, 3, 4):
-        assert 0 < results[0][f"equal {double} {size}"] < tolerance
-
-
-def test_a_run_goes_on_with_another_number_of_ranks(results: list[dict[str, Any]]) -> None:
-    assert results[0]["resumed"] < 1e-12
+    """One parameter without gradients is left alone; rows may leave a part out; a run goes on with another number."""
+    first, second = results
+    assert all(0 < first[f"equal {double} {size}"] < tolerance for size in (2, 3, 4))
+    assert first["resumed"] < 1e-12
+    assert first["branch 2"] == second["branch 2"] == pytest.approx(first["branch 1"], abs=1e-11)
+    assert [first["idle 1"], first["idle 2"]] == [True, True]
 
 
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(results: list[dict[str, Any]]) -> None:
+    """And by all at once, where there are enough of them for a rollback."""
     first, second = results
-    assert first["poison 2 health"] == second["poison 2 health"] == first["poison 1 health"] == [1, 0]
-    assert first["poison 2 weights"] == second["poison 2 weights"] == pytest.approx(first["poison 1 weights"], abs=1e-9)
+    for name, health in {"poison": [1, 0], "ruin": [3, 1]}.items():
+        assert first[f"{name} 2 health"] == second[f"{name} 2 health"] == first[f"{name} 1 health"] == health
+        alone = pytest.approx(first[f"{name} 1"], abs=1e-9)
+        assert first[f"{name} 2"] == second[f"{name} 2"] == alone
     for size in (1, 2):
         (text,) = [text for text in first[f"poison {size} messages"] if "skipped" in text]
         assert "first: " in text, "the rank that met it names the module"
-
-
-def test_all_ranks_roll_back_at_once(results: list[dict[str, Any]]) -> None:
-    first, second = results
-    assert first["ruin 2 health"] == second["ruin 2 health"] == first["ruin 1 health"] == [3, 1]
-    assert first["ruin 2 weights"] == second["ruin 2 weights"] == pytest.approx(first["ruin 1 weights"], abs=1e-9)
 
 
 @pytest.mark.parametrize("after", [0, 20])
@@ -115,19 +110,11 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(results: list[d
     assert results[0][f"short distance {after}"] < 1e-12
 
 
-def test_rows_that_leave_a_part_out_are_the_same_for_ranks(results: list[dict[str, Any]]) -> None:
-    first, second = results
-    assert first["branch 2"] == second["branch 2"] == pytest.approx(first["branch 1"], abs=1e-11)
-    assert [first["idle 1"], first["idle 2"]] == [True, True], "a parameter without gradients is left alone"
-
-
 def test_phases_and_an_early_stop_come_at_once(results: list[dict[str, Any]]) -> None:
     first, second = results
     assert first["staged 2"] == second["staged 2"] == first["staged 1"]
     phases, stopped = first["staged 1"]
-    assert phases == sorted(phases)
-    assert set(phases) == {0, 1}
-    assert len(phases) == 8
+    assert (phases == sorted(phases), set(phases), len(phases)) == (True, {0, 1}, 8)
     assert stopped.startswith("no improvement")
 
 
@@ -143,8 +130,7 @@ def test_rank_0_alone_makes_the_statistics_of_averaged_weights_and_all_are_judge
 ) -> None:
     (first, made), (second, own) = (result["swa"] for result in results)
     assert first == second
-    assert len(first) == 3
-    assert own == 10
+    assert (len(first), own) == (3, 10)
     assert made > 10
     assert (made - 10) % BATCHES == 0
 
@@ -199,7 +185,7 @@ def test_kills_of_random_ranks_lose_nothing(tmp_path: Path, reports: Path, part:
     one = runs.open_run(preset, run="one")
     for _ in one.train():
         pass
-    first, second = (newest_weights(reports / name) for name in ("one", "two"))
+    first, second = (alone_weights(reports / name) for name in ("one", "two"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-3
     assert [row["step"] for row in metrics.read(folder / "metrics.jsonl")] == list(range(1, steps + 1))
     assert json.loads((folder / "summary.json").read_text())["complete"]
@@ -271,29 +257,24 @@ TASK = FailingSpec()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("end", ["done", "parts", "killed", "failed"])
+@pytest.mark.parametrize("end", ["parts", "killed", "failed"])
 def test_the_notebook_trains_with_ranks_and_tells_why_one_of_them_failed(
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     (tmp_path / "failing.py").write_text(FAILING, encoding="utf-8")
     changes = {"failed": {"task": "failing:TASK"}, "parts": {"runtime": IN_PARTS}}.get(end, {})
-    done = end in ("done", "parts")
+    done = end == "parts"
     preset = toy_preset(tmp_path, steps=60 if done else 3000, **changes)
-    words = ["-m", "matrixlib.runs.launch", "--preset", preset, "--run", "two", "--ranks", "2"]
+    command = [sys.executable, "-m", "matrixlib.runs.launch", "--preset", preset, "--run", "two", "--ranks", "2"]
     with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen([sys.executable, *words], stdout=log, stderr=subprocess.STDOUT)
+        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         if end == "killed":
             signal_rank(launcher.pid, 1, signal.SIGKILL, reports / "two", after=12)
         code = launcher.wait(400)
     text = (tmp_path / "log").read_text()
     assert code == (not done), text
-    word = {
-        "done": "held-out",
-        "parts": "held-out",
-        "killed": "rank 1 of 2",
-        "failed": "RunError: rank 1 of 2: ValueError: this rank has had",
-    }
-    assert word[end] in text
+    words = {"killed": "rank 1 of 2", "failed": "RunError: rank 1 of 2: ValueError: this rank has had"}
+    assert words.get(end, "held-out") in text
     assert (reports / "two" / "train.ipynb").exists()
     assert json.loads((reports / "two" / "summary.json").read_text())["complete"] == done
 
@@ -333,13 +314,7 @@ def signal_rank(launcher: int, rank: int, number: signal.Signals, folder: Path, 
     raise TimeoutError(f"no update after {after}")
 
 
-def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = Checkpoints(folder / "checkpoints", 2).newest()
-    assert newest is not None
-    return dict(newest.tensors["model"])
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 1000, 1024])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_each_row_is_one_ranks(size: int) -> None:
     for rows in (size, size + size // 2, 1500):
         shares = [RankSlice(rank, size).rows(np.arange(rows)) for rank in range(size)]

@@ -34,6 +34,7 @@ def test_weights_averages_and_moments_are_those_of_a_whole_network(
     results: list[dict[str, Any]], optimiser: str
 ) -> None:
     assert 0 < results[0][optimiser] < 1e-12
+    assert results[0]["init"] == 0, "those that rank 0 was given, too"
 
 
 def test_each_rank_keeps_a_part(results: list[dict[str, Any]]) -> None:
@@ -62,31 +63,28 @@ def leaves(value: Any, name: str = "") -> dict[str, Any]:
     return {place: leaf for key, inner in kept.items() for place, leaf in leaves(inner, f"{name}.{key}").items()}
 
 
-def test_a_checkpoint_does_not_tell_that_the_network_was_cut(results: list[dict[str, Any]]) -> None:
+def test_a_run_goes_on_whole_and_cut_again(results: list[dict[str, Any]]) -> None:
+    """Its checkpoints do not tell that the network was cut."""
     one, two = results[0]["layouts"]
     assert one == two
     assert {"model.safetensors", "ema.safetensors", "optimiser.safetensors"} <= one["files"].keys()
-
-
-def test_a_run_goes_on_whole_and_cut_again(results: list[dict[str, Any]]) -> None:
     assert results[0]["resumed"] < 1e-12
     assert results[0]["network"] < 1e-6, "rank 0 gets the averaged network at the end"
     assert results[1]["network"] is None
 
 
 def test_what_is_not_finite_on_one_rank_is_skipped_by_both(results: list[dict[str, Any]]) -> None:
-    assert 0 < results[0]["poison"] < 1e-12
-    assert results[0]["poison health"] == [[1, 0], [1, 0]]
-    assert results[1]["poison health"] == [[1, 0]]
+    """And both roll back at once."""
+    for name, health in {"poison": [1, 0], "ruin": [3, 1]}.items():
+        assert 0 < results[0][name] < 1e-12
+        assert [result[f"{name} health"] for result in results] == [[health, health], [health]]
+    assert [*results[0]["idle"], *results[1]["idle"]] == [True] * 3, "a parameter without gradients is left alone"
     (text,), other = ([text for text in result["poison messages"] if "skipped" in text] for result in results)
     assert "first: " in text, "the rank that met it names the module"
     assert other == [text]
-
-
-def test_a_weight_that_is_not_finite_is_named_on_both_by_the_rank_that_has_it(results: list[dict[str, Any]]) -> None:
     first, second = (result["bad weight"] for result in results)
-    assert first.endswith("first: inner (forward output; its weight is not finite)")
     assert first == second
+    assert first.endswith("first: inner (forward output; its weight is not finite)"), "on one rank alone"
 
 
 def test_a_rank_that_is_gone_while_the_network_is_looked_at_is_named(results: list[dict[str, Any]]) -> None:
@@ -96,19 +94,8 @@ def test_a_rank_that_is_gone_while_the_network_is_looked_at_is_named(results: li
         assert seconds < 30
 
 
-def test_both_roll_back_at_once(results: list[dict[str, Any]]) -> None:
-    assert 0 < results[0]["ruin"] < 1e-12
-    assert results[0]["ruin health"] == [[3, 1], [3, 1]]
-    assert results[1]["ruin health"] == [[3, 1]]
-    assert [*results[0]["idle"], *results[1]["idle"]] == [True] * 3, "a parameter without gradients is left alone"
-
-
 def test_a_signal_to_one_rank_saves_what_both_have(results: list[dict[str, Any]]) -> None:
     assert [result["told"] for result in results] == [[4, [4]], [4, []]]
-
-
-def test_weights_that_rank_0_was_given_are_on_both(results: list[dict[str, Any]]) -> None:
-    assert results[0]["init"] == 0
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
@@ -116,10 +103,6 @@ def test_blocks_in_bf16_give_what_autocast_gives(results: list[dict[str, Any]], 
     for result in results:
         assert result[f"mixed {norm}"] < 0.05
         assert result[f"gathered {norm}"] == ("torch.bfloat16" if norm == "group" else "torch.float32")
-
-
-def test_ranks_that_would_make_other_numbers_of_passes_are_refused(results: list[dict[str, Any]]) -> None:
-    assert all(result["single"].startswith("23 rows for 2 ranks in passes of 1") for result in results)
 
 
 def test_out_of_memory_on_one_rank_ends_both_and_names_it(results: list[dict[str, Any]]) -> None:
