@@ -390,14 +390,6 @@ def test_adamw_is_fused_on_the_cpu() -> None:
         optim.optimiser(ToyNet().requires_grad_(False), of_optim(), CPU)
 
 
-def test_names_are_plain_under_a_compiled_wrapper() -> None:
-    model = ToyNet()
-    wrapped = torch.compile(model)
-    assert all(name.startswith("_orig_mod.") for name in wrapped.state_dict())  # the trap
-    assert set(optim.named_tensors(wrapped)) == set(EMA(wrapped, 0.9).state_dict()) == set(model.state_dict())
-    assert all(not name.startswith("_") for name, _ in optim.weights(wrapped))
-
-
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (100, 1), (2, 10), (1, 10), (7, 3), (60, 59)])
 def test_schedule_shape(kind: str, steps: int, warmup: int) -> None:

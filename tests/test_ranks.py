@@ -257,26 +257,15 @@ TASK = FailingSpec()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("end", ["parts", "killed", "failed"])
-def test_the_notebook_trains_with_ranks_and_tells_why_one_of_them_failed(
-    tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_the_notebook_tells_why_a_rank_failed(tmp_path: Path, reports: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING, encoding="utf-8")
-    changes = {"failed": {"task": "failing:TASK"}, "parts": {"runtime": IN_PARTS}}.get(end, {})
-    done = end == "parts"
-    preset = toy_preset(tmp_path, steps=60 if done else 3000, **changes)
+    preset = toy_preset(tmp_path, steps=3000, task="failing:TASK")
     command = [sys.executable, "-m", "matrixlib.runs.launch", "--preset", preset, "--run", "two", "--ranks", "2"]
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        if end == "killed":
-            signal_rank(launcher.pid, 1, signal.SIGKILL, reports / "two", after=12)
-        code = launcher.wait(400)
-    text = (tmp_path / "log").read_text()
-    assert code == (not done), text
-    words = {"killed": "rank 1 of 2", "failed": "RunError: rank 1 of 2: ValueError: this rank has had"}
-    assert words.get(end, "held-out") in text
+    launcher = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    assert launcher.returncode == 1
+    assert "RunError: rank 1 of 2: ValueError: this rank has had" in launcher.stdout
     assert (reports / "two" / "train.ipynb").exists()
-    assert json.loads((reports / "two" / "summary.json").read_text())["complete"] == done
+    assert not json.loads((reports / "two" / "summary.json").read_text())["complete"]
 
 
 def toy_preset(folder: Path, steps: int = 60, **options: Any) -> str:

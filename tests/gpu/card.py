@@ -5,6 +5,7 @@ Without it the device is the CPU and the checks are a dry run with tiny networks
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +22,7 @@ from matrixlib.tasks import get_task, load_config
 
 DEVICE = os.environ.get("MATRIXLIB_CARD", "cpu")
 DRY = DEVICE == "cpu"
-ROWS = 16
-"""Of an update in the dry run."""
+ROWS = 16  # of an update in the dry run
 TINY: Mapping[str, Any] = {
     "model": {"channels": 16, "blocks": 1, "attention": {"every": 1, "heads": 2}, "value": {"hidden": 16}},
     "train": {"batch_size": ROWS},
@@ -47,14 +47,9 @@ CALM: Mapping[str, Any] = {
 def overrides(*changes: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides of a preset on the card, without workers; `changes` over them, the later ones first."""
     plain = {"precision": "fp32", "channels_last": False} if DRY else {}
-    merged: dict[str, Any] = {
-        "runtime": {"device": DEVICE, "compile": False, **plain},
-        "data": {"workers": 0},
-        "gating": {"warmup_steps": 0},
-    }
-    for change in (*([TINY] if DRY else []), *changes):
-        merged = configuration.merge(merged, change)
-    return merged
+    runtime = {"device": DEVICE, "compile": False, **plain}
+    own: dict[str, Any] = {"runtime": runtime, "data": {"workers": 0}, "gating": {"warmup_steps": 0}}
+    return functools.reduce(configuration.merge, (own, *([TINY] if DRY else []), *changes))
 
 
 def configured(preset: str, *changes: Mapping[str, Any]) -> Config:

