@@ -13,38 +13,26 @@ from matrixlib.config import ConfigError, read_yaml_file
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A whole run. record: run.json, how it began; summary: summary.json, {} before its end."""
+    """A whole run. record: run.json, how it began; summary: summary.json, {} before its end. started: UTC time, which
+    sorts as text. complete: whether it reached its end, for the updates that it then had."""
 
     path: Path
+    name: str
+    task: str
+    started: str
+    complete: bool
     record: Mapping[str, Any]
     summary: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def task(self) -> str:
-        return str(self.record["requested"].get("task", ""))
-
-    @property
-    def started(self) -> str:
-        """UTC time, which sorts as text."""
-        return str(self.record.get("started", ""))
-
-    @property
-    def complete(self) -> bool:
-        """Whether it reached its end, for the updates that it then had."""
-        return bool(self.summary.get("complete"))
 
 
 def read_run(folder: Path) -> RunFolder:
     """The run of a folder. ValueError naming the file that is missing or damaged, and the way on."""
-    run = RunFolder(folder, files.read_json(folder / "run.json"), files.read_json(folder / "summary.json"))
-    if not isinstance(run.record.get("requested"), dict):
+    record, summary = (files.read_json(folder / name) for name in ("run.json", "summary.json"))
+    if not isinstance(requested := record.get("requested"), dict):
         problem = "does not say what was asked for" if (folder / "run.json").exists() else "is missing"
         raise ValueError(f"{folder / 'run.json'} {problem}: bring it back from a copy, or give another run name")
-    return run
+    task, started, complete = str(requested.get("task", "")), str(record.get("started", "")), summary.get("complete")
+    return RunFolder(folder, folder.name, task, started, bool(complete), record, summary)
 
 
 def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
