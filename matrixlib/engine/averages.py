@@ -54,16 +54,6 @@ class Average:
         """Restore. ValueError when the names differ."""
         self.averages, self.statistics = averages, {}
 
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """The averaged weights stand in `model` inside the context; the exact raw ones come back after it."""
-        raw = {name: value.clone() for name, value in named_tensors(model).items()}
-        try:
-            load_tensors(model, self.state_dict(), "average")
-            yield
-        finally:
-            load_tensors(model, raw)
-
 
 class EMA(Average):
     """Exponential moving average of a model's weights, after updates that moved them.
@@ -177,16 +167,19 @@ class EvalWeights:
     @contextmanager
     def applied(self, source: Source) -> Iterator[None]:
         """They stand in the step's model inside the context, on every rank the same; the exact raw weights after it."""
-        average = self._step.ema
-        if average is None:
-            with unsharded(self._model):
-                yield
-            return
+        average, raw = self._step.ema, dict[str, Tensor]()
         self.renew(source)
-        with average.applied(self._model), unsharded(self._model):
-            if average.lacks_statistics:
-                self._step.ranks.broadcast(_statistics(self._model).values())
-            yield
+        try:
+            if average is not None:
+                raw = {name: value.clone() for name, value in named_tensors(self._model).items()}
+                load_tensors(self._model, average.state_dict(), "average")
+            with unsharded(self._model):
+                if average is not None and average.lacks_statistics:
+                    self._step.ranks.broadcast(_statistics(self._model).values())
+                yield
+        finally:
+            if raw:
+                load_tensors(self._model, raw)
 
     def network(self, source: Source) -> nn.Module | None:
         """A copy of the model with these weights, frozen, in eval mode. All ranks ask for it, rank 0 alone gets it."""

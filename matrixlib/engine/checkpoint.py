@@ -301,9 +301,8 @@ class Checkpoints:
                 warnings.warn(f"using {path.name} instead: {'; '.join(damage)}", CheckpointWarning, stacklevel=2)
             return checkpoint
         if damage:
-            limit = "" if before is None else f" up to step {before}"
             raise CheckpointError(
-                f"every checkpoint in {self.folder}{limit} is damaged: {'; '.join(damage)}. Copy a whole one "
+                f"every checkpoint to go on from in {self.folder} is damaged: {'; '.join(damage)}. Copy a whole one "
                 f"back from a backup, or start a new run (a new `run` name, or remove that folder)"
             )
         return None

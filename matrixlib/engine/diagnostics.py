@@ -4,6 +4,7 @@ and where a value first went bad.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -186,13 +187,10 @@ def block_of(model: nn.Module, parameter: str) -> str:
     """The block of a parameter: a module below the root, or below a ModuleList, ModuleDict or Sequential there, such as
     "stem", "tower.3", "ssl_heads.piece"; a parameter of the root itself is its own block."""
     *path, _ = parameter.split(".")
-    module, parts = model, list[str]()
-    for part in path:
-        parts.append(part)
-        module = module.get_submodule(part)
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            break
-    return ".".join(parts) or parameter
+    for name in itertools.accumulate(path, "{}.{}".format):
+        if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            return name
+    return ".".join(path) or parameter
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
