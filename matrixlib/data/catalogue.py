@@ -277,7 +277,6 @@ class Catalogue:
             self._load()
 
     def _read_files(self, names: Iterable[str]) -> list[ShardRow]:
-        """Rows made from files; those that are no shards are left out."""
         rows = []
         for name in names:
             try:
@@ -295,7 +294,6 @@ class Catalogue:
         return ShardRow(name, self.folder / name, *facts, "healthy", "", info.meta.get("quality", {}))
 
     def _files(self) -> list[str]:
-        """Names of all shards but those in folders that are being written (.tmp), and those that are no text."""
         paths = (path for path in self.folder.rglob("*.npz") if path.is_file())
         names = (path.relative_to(self.folder).as_posix() for path in paths)
         return sorted(name for name in names if ".tmp/" not in name and name.isprintable())
@@ -335,7 +333,6 @@ def _quarantined(row: ShardRow, reason: str) -> ShardRow:
 
 
 def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
-    """A row as it was stored; None where it is none of a shard inside the folder."""
     try:
         facts = _Columns.model_validate(dict(zip(COLUMNS, columns, strict=True))).model_dump()
     except ValidationError:
@@ -354,7 +351,6 @@ def _is_inside(name: str, folder: Path) -> bool:
 
 
 def _unfit(row: ShardRow) -> str:
-    """Why a healthy row's file is not to be used, without reading it; an empty string where it is."""
     try:
         size = row.path.stat().st_size
     except FileNotFoundError:
@@ -367,13 +363,11 @@ def reason_file(path: Path) -> Path:
 
 
 def _note(path: Path) -> str:
-    """Why a shard was quarantined by hand, or an empty string."""
     note = reason_file(path)
     return note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
 
 
 def _problem_of(db: sqlite3.Connection) -> str:
-    """Why a database is no catalogue of ours, or an empty string."""
     if foreign := db.execute("SELECT name FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone():
         return f"the catalogue has code of somebody else's ({foreign[0]!r})"  # a view may never end
     if (result := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
@@ -395,7 +389,6 @@ def _fill(db: sqlite3.Connection, rows: Iterable[ShardRow], logs: Iterable[Log],
 
 
 def _write(path: Path, rows: Iterable[ShardRow], logs: Iterable[Log]) -> None:
-    """Write a database, whole or not at all."""
     temporary = path.parent / f"{path.name}.{os.getpid()}.tmp"
     try:
         with closing(sqlite3.connect(temporary)) as db, db:

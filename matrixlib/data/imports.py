@@ -203,13 +203,11 @@ def hash_of(path: Path) -> str:
 
 
 def _options(reader: Reader) -> dict[str, Any]:
-    """A reader as JSON data."""
     data = {item.name: getattr(reader, item.name) for item in fields(reader)}  # type: ignore[arg-type]
     return {"kind": type(reader).__name__, **json.loads(json.dumps(data, default=str))}
 
 
 def _read(reader: Reader, faults: Faults, part: Part) -> ParseResult:
-    """A part, its rows checked."""
     result = reader.read(part)
     for fault, rows in faults(result.batch).items():
         raise ValueError(
