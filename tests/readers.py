@@ -10,7 +10,7 @@ import chess
 import numpy as np
 
 from matrixlib.data import shards
-from matrixlib.data.entries import Reader, Refused
+from matrixlib.data.imports import Reader, Refused
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, policy_index, to_board
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from matrixlib.data import imports as common
 from matrixlib.data.catalogue import NAME, Catalogue
-from matrixlib.data.entries import ParseResult, Part
-from matrixlib.data.imports import LOCK, ImportReport, ImportStopped, import_logs, quarantined
+from matrixlib.data.imports import LOCK, ImportReport, ImportStopped, ParseResult, Part, import_logs, quarantined
 from matrixlib.data.shards import LFS_POINTER, Shard
 from matrixlib.files import FolderError
 from matrixlib.tasks.chess.importers import import_files as imports

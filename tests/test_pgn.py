@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from readers import check_batch
 
-from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import ParseResult, Part
 from matrixlib.tasks.chess.importers import notation, pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split

@@ -28,13 +28,8 @@ REMOTE = "remote.json"  # beside the catalogue of a data set that lies elsewhere
 LARGEST = 2**36  # bytes of a shard: more is nonsense, and would have arrays made of that size
 COLUMNS = ("name", "split", "source", "count", "bytes", "sha256", "state", "reason", "quality")
 CREATE = (
-    """CREATE TABLE IF NOT EXISTS shards (
-name TEXT PRIMARY KEY, split TEXT NOT NULL, source TEXT NOT NULL,
-count INTEGER NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, state TEXT NOT NULL,
-reason TEXT NOT NULL, quality TEXT NOT NULL, digest TEXT NOT NULL
-) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS imports
-(name TEXT, step INTEGER, data TEXT, digest TEXT, PRIMARY KEY (name, step))""",
+    f"CREATE TABLE IF NOT EXISTS shards ({', '.join(COLUMNS)}, digest, PRIMARY KEY (name)) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS imports (name, step, data, digest, PRIMARY KEY (name, step))",
 )
 PUT = f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
 PUT_IMPORT = "INSERT OR REPLACE INTO imports VALUES (?, ?, ?, ?)"

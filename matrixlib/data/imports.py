@@ -3,6 +3,8 @@
 A file is imported by steps of a few shards, each with a log in the catalogue, written in the transaction that adds
 the shards. A step that has a log is done, and doing it again gives the same files: killed at any moment, the next call
 goes on. Worker processes are spawned: a script of its own needs the usual `if __name__ == "__main__":`.
+
+An *entry* is a game, a row, a replay; a *part* is entries of one file that one process reads, always the same ones.
 """
 
 import functools
@@ -20,14 +22,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from filelock import FileLock
 from pydantic import TypeAdapter
 
-from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow
-from matrixlib.data.entries import ParseResult, Part, Reader, Refused
+from matrixlib.data.catalogue import NAME, REMOTE, Catalogue
 from matrixlib.data.shards import Batch, Layout, Shard, concat, file_hash, is_shard, select, write_shard
 from matrixlib.files import end_with_parent, exclusive, make_folder, writing
 from matrixlib.progress import live_bar
@@ -41,6 +42,80 @@ Faults = Callable[[Batch], Mapping[str, np.ndarray]]  # sent to workers
 
 class ImportStopped(RuntimeError):
     """An import that could not go on; what was finished stays, and the same call goes on from there."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive entries of a file: number of the part and of its first entry, from 0, bytes. name: set by imports."""
+
+    number: int
+    first: int
+    data: bytes
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An entry in quarantine: its number, the kind of fault, details, positions it would have given, itself as text."""
+
+    entry: int
+    reason: str
+    detail: str
+    positions: int
+    text: str
+
+
+@dataclass
+class ParseResult:
+    """What became of the entries of a part: entries = stored + len(refused) + skipped.total().
+
+    skipped: reason -> entries left out on purpose. warned: remark -> entries stored all the same. rows: positions of
+    each stored entry (stored,) where an entry is a whole game: lets an import leave out what is there already.
+    """
+
+    part: Part
+    refused: list[Refused] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    warned: Counter[str] = field(default_factory=Counter)
+    batch: Batch = field(default_factory=dict)
+    entries: int = 0
+    stored: int = 0
+    rows: np.ndarray | None = None
+
+    def refuse(self, number: int, reason: str, detail: str, text: str, positions: int = 1) -> None:
+        """Entry `number` of the part, from 0, goes to quarantine."""
+        self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
+
+    def result(
+        self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
+    ) -> "ParseResult":
+        """All of it. stored: by default, as many as the batch has positions. ValueError where it does not add up."""
+        positions = len(batch["records"])
+        self.batch, self.entries, self.rows = batch, entries, rows
+        self.part = replace(self.part, data=b"")  # of which a worker need not send anything back
+        self.stored = positions if stored is None else stored
+        self.refused.sort(key=lambda entry: entry.entry)
+        self.skipped, self.warned = +self.skipped, +self.warned
+        counted = self.stored + len(self.refused) + self.skipped.total()
+        if entries != counted:
+            raise ValueError(f"{entries} entries were read and {counted} are accounted for")
+        if rows is not None and (len(rows) != self.stored or rows.sum() != positions):
+            raise ValueError(f"the rows of {len(rows)} entries do not add up to {positions} positions")
+        return self
+
+
+class Reader(Protocol):
+    """One format. A reader is a frozen dataclass whose fields are its options, so that it can be sent to workers."""
+
+    @property
+    def source(self) -> str:
+        """The catalogue's source; the task knows which there are."""
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        """The file in parts, in order, one at a time in memory. ValueError names a file that is not of the format."""
+
+    def read(self, part: Part) -> ParseResult:
+        """The positions of a part. A pure function of the options and the part."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +209,9 @@ class ImportReport:
             lines += [f"  {title}: {count:,} {reason}" for reason, count in sorted(counts.items())]
         lines += [f"  outlier: {outlier}" for outlier in self.outliers] + [f"  {remark}" for remark in self.remarks]
         fresh, seconds = self.fresh_entries, self.seconds
-        if not fresh:
-            return "\n".join([*lines, "nothing new: all of it had been imported before"])
-        rate = f"{fresh / seconds:,.0f} entries/s"
-        return "\n".join([*lines, f"{fresh:,} read in {seconds:.1f} s ({rate}); the rest had been imported before"])
+        lines += [] if fresh else ["nothing new: all of it had been imported before"]
+        rate = f"{fresh:,} of them read now, in {seconds:.1f} s ({fresh / seconds:,.0f} entries/s)"
+        return "\n".join([*lines, *([rate] if fresh else [])])
 
 
 @contextmanager
@@ -166,15 +240,13 @@ def import_each(
     step in which so many rows are reached; another call goes on. Raises ValueError, ImportStopped.
     """
     start = time.monotonic()
-    logs: list[ImportLog] = []
-    fresh: list[ImportLog] = []
+    logs, fresh = list[ImportLog](), list[ImportLog]()
     with locked(folder) as catalogue:
-        rows = {row.name: row for row in catalogue.shards(state=None)}
         for path, reader in jobs:
             plain = path.is_file() and path.suffix not in COMPRESSED
             size = path.stat().st_size if plain else None  # compressed: nobody knows how much text it is
             with live_bar(total=size, unit="B", unit_scale=True, desc=path.name, disable=not progress) as bar:
-                job = _FileImport(path, reader, storage, catalogue, rows, hash_of(path))
+                job = _FileImport(path, reader, storage, catalogue, hash_of(path))
                 done, before = job.run(workers or os.cpu_count() or 1, bar, limit)
             logs += done
             fresh += done[before:]
@@ -282,13 +354,12 @@ class _Step:
 
 @dataclass(frozen=True)
 class _FileImport:
-    """One file on its way into one folder. rows: of the catalogue."""
+    """One file on its way into one folder."""
 
     path: Path
     reader: Reader
     storage: Storage
     catalogue: Catalogue
-    rows: dict[str, ShardRow]
     sha256: str
 
     @functools.cached_property
@@ -299,12 +370,12 @@ class _FileImport:
     def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[ImportLog], int]:
         """All logs of the file, and how many of them were there before."""
         done = self.finished_steps()
-        self.clear(len(done))
         before = len(done)
+        self.clear(before)
         positions = sum(log.positions.total() for log in done)
         if done and (done[-1].last or (limit is not None and positions >= limit)):
             return done, before
-        known = functools.cache(functools.partial(self.known_games, before))
+        known = functools.cache(self.known_games)
         step = self.step(len(done), first := done[-1].parts[1] if done else 0)
         for part, result in read_parts(self.reader, self.storage.faults, self.parts_left(first, bar), workers):
             step.add(result, known)
@@ -323,40 +394,32 @@ class _FileImport:
         return done, before
 
     def step(self, number: int, first: int) -> _Step:
-        log = ImportLog(
-            self.reader.source, self.path.name, self.sha256, _options(self.reader), number, parts=(first, first)
-        )
-        return _Step(self.storage, log)
+        facts = (self.reader.source, self.path.name, self.sha256, _options(self.reader))
+        return _Step(self.storage, ImportLog(*facts, number, (first, first)))
 
     def finished_steps(self) -> list[ImportLog]:
         """The logs of the first steps, as far as their shards are as they were written."""
         done: list[ImportLog] = []
         for _, number, data in self.catalogue.imports(self.name):
             log = _read_log(data)
-            if number != len(done) or not all(self.is_stored(*shard) for shard in log.shards.items()):
+            rows = [row for row in self.catalogue.shards(state=None) if log.shards.get(row.name) == row.sha256]
+            sound = [row for row in rows if row.path.is_file() and file_hash(row.path) == row.sha256]
+            if number != len(done) or len(sound) < len(log.shards):
                 break
             done.append(log)
         return done
 
-    def is_stored(self, name: str, sha256: str) -> bool:
-        path = self.catalogue.folder / name
-        return name in self.rows and path.is_file() and file_hash(path) == sha256
-
     def clear(self, step: int) -> None:
         """Remove the shards from this step on, of which no log tells: made again, they may be others."""
         own = re.compile(rf"{self.name}_(\d{{6}})_(train|validation)_\d+\.npz")
-        matches = {name: own.fullmatch(name) for name in self.rows}
-        stale = [name for name, match in matches.items() if match and int(match[1]) >= step]
-        self.catalogue.remove(stale)
-        for name in stale:
-            del self.rows[name]
+        matches = {row.name: own.fullmatch(row.name) for row in self.catalogue.shards(state=None)}
+        self.catalogue.remove([name for name, match in matches.items() if match and int(match[1]) >= step])
 
-    def known_games(self, done: int) -> set[int]:
-        """Ids of the games of this source in the folder, but for those of own steps from `done` on."""
+    def known_games(self) -> set[int]:
+        """Ids of the games of this source in the folder."""
         ids: set[int] = set()
-        for name, row in self.rows.items():
-            again = name.startswith(self.name) and int(name[len(self.name) + 1 :][:6]) >= done
-            if row.state == "healthy" and row.source == self.reader.source and not again:
+        for row in self.catalogue.shards():
+            if row.source == self.reader.source:
                 ids.update(np.unique(Shard(row.path, self.storage.layout).arrays["records"]["game"]).tolist())
         return ids
 
@@ -395,6 +458,5 @@ class _FileImport:
                 info = write_shard(path, layout, part, {**meta, "split": split, "quality": self.storage.figures(part)})
                 shards.append(info)
                 log.shards[path.name] = info.sha256
-        added = self.catalogue.add(*shards, log=(self.name, log.step, log.data()))
-        self.rows.update({row.name: row for row in added})
+        self.catalogue.add(*shards, log=(self.name, log.step, log.data()))
         return log

@@ -123,9 +123,8 @@ def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
         if not 0 <= start < stop:
             raise ValueError(f"cannot skip batches ({start}, {stop}): start must be at least 0 and below stop")
         if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(stop, out[-1][1]))
-        else:
-            out.append((start, stop))
+            start, stop = out[-1][0], max(stop, out.pop()[1])
+        out.append((start, stop))
     return tuple(out)
 
 
@@ -200,17 +199,15 @@ class RowGenerator:
             raise ValueError(f"prepare: with several ranks it cannot draw with `{name}`, but with {', '.join(SIZE_AT)}")
 
         def draw(*args: Any, **options: Any) -> np.ndarray:
-            place = SIZE_AT[name]
+            place, before = SIZE_AT[name], args
             given = options.pop("size", None) if len(args) <= place else args[place]
             size = (given,) if isinstance(given, (int, np.integer)) else tuple(given or ())
             if not size or size[0] != self._own:
-                raise ValueError(
-                    f"prepare: the leading size of `{name}` is the number of rows, {self._own}, not {given}"
-                )
-            whole = (self._rows, *size[1:])
-            method = getattr(self._generator, name)
+                raise ValueError(f"prepare: `{name}` draws for its {self._own} rows, so its first size is not {given}")
             if len(args) <= place:  # such as integers(64, size=rows)
-                return self._ranks.rows(method(*args, size=whole, **options))
-            return self._ranks.rows(method(*args[:place], whole, *args[place + 1 :], **options))
+                options["size"] = (self._rows, *size[1:])
+            else:
+                before = (*args[:place], (self._rows, *size[1:]), *args[place + 1 :])
+            return self._ranks.rows(getattr(self._generator, name)(*before, **options))
 
         return draw

@@ -140,13 +140,9 @@ def concat(batches: Sequence[Batch], layout: Layout) -> Batch:
 
 def check(batch: Batch, layout: Layout) -> None:
     """Raises ValueError unless `batch` has exactly the arrays, dtypes and offsets that `layout` declares."""
-    expected = dict(layout.members())
-    if set(batch) != set(expected):
-        raise ValueError(f"batch has {sorted(batch)}, layout '{layout.task}' needs {sorted(expected)}")
-    for name, dtype in expected.items():
-        if batch[name].dtype != dtype or batch[name].ndim != 1:
-            got = f"{batch[name].dtype} {batch[name].shape}"
-            raise ValueError(f"'{name}' must be one-dimensional of dtype {dtype}, not {got}")
+    expected, kinds = dict(layout.members()), {name: array.dtype for name, array in batch.items() if array.ndim == 1}
+    if kinds != expected:
+        raise ValueError(f"batch has one-dimensional {kinds}, layout '{layout.task}' needs {expected}")
     for group, members in layout.ragged.items():
         offset = batch[f"{group}_offset"]
         if len(offset) != len(batch["records"]) + 1 or offset[0] != 0 or (np.diff(offset) < 0).any():
@@ -178,19 +174,12 @@ def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str
             yield f"{group}_{member}", batch[f"{group}_{member}"][offset[start] : offset[stop]]
 
 
-def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
-    blocks = -(-len(batch["records"]) // BLOCK)
-    columns = [[_crc(part) for _, part in _block_parts(batch, layout, b)] for b in range(blocks)]
-    return np.ascontiguousarray(np.array(columns, dtype="<u4").T)
-
-
 def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> ShardInfo:
     """Write what `pack_shard` gives so that the file appears whole or not at all, in place of one of that name."""
     path, data = Path(path), pack_shard(layout, batch, meta)
     remove_leftovers(path)
     write_bytes(path, data)
-    full = _read_zip(path, lambda archive: _read_meta(path, archive))
-    return ShardInfo(path, full["count"], len(data), hashlib.sha256(data).hexdigest(), full)
+    return read_info(path)
 
 
 def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
@@ -203,7 +192,9 @@ def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
     full, file = _full_meta(layout, batch, meta), io.BytesIO()
     text = json.dumps(full, sort_keys=True, allow_nan=False).encode()
     arrays = {name: batch[name] for name, _ in layout.members()}
-    arrays |= {"block_crc": _block_crcs(batch, layout), "meta": np.frombuffer(text, np.uint8)}
+    blocks = range(-(-len(batch["records"]) // BLOCK))
+    columns = [[_crc(part) for _, part in _block_parts(batch, layout, block)] for block in blocks]
+    arrays |= {"block_crc": np.array(columns, "<u4").T, "meta": np.frombuffer(text, np.uint8)}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             _write_member(archive, file, name, array)

@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from matrixlib.data.catalogue import NAME, Catalogue
-from matrixlib.data.entries import ParseResult, Part
-from matrixlib.data.imports import ImportReport, Storage, files_of, hash_of, import_each, import_logs
+from matrixlib.data.imports import ImportReport, ParseResult, Part, Storage, files_of, hash_of, import_each, import_logs
 from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, write_shard
 from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER

@@ -12,7 +12,7 @@ from typing import ClassVar
 import chess
 import numpy as np
 
-from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, ids_of, parse_fen, policy_index

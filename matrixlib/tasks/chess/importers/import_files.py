@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from matrixlib import config as configuration
-from matrixlib.data.entries import Reader
-from matrixlib.data.imports import COMPRESSED, ImportReport, Storage, files_of, import_each
+from matrixlib.data.imports import COMPRESSED, ImportReport, Reader, Storage, files_of, import_each
 from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.data.shards import LFS_POINTER
 from matrixlib.files import from_home, reports_root

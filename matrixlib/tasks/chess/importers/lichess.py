@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.records import LAYOUT, Records, game_id, ids_of, play

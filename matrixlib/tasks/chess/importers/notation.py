@@ -20,7 +20,7 @@ import chess
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK

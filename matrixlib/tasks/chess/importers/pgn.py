@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import chess
 import numpy as np
 
-from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead

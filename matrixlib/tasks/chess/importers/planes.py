@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import Legal, blank, legal_of, standing_rights
