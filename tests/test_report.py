@@ -122,6 +122,15 @@ def test_index_and_table_list_runs_newest_first(tmp_path: Path) -> None:
     assert table["updates"].tolist() == [500, 500]
 
 
+@pytest.mark.parametrize("strange", [{"verdict": 3}, {"evaluation": 5}, {"curve": ["a"]}, {"lost_rows": [1]}], ids=str)
+def test_a_strange_summary_hides_no_other_run(tmp_path: Path, strange: dict[str, Any]) -> None:
+    make_run(tmp_path, "sound")
+    write_json(make_run(tmp_path, "odd") / "summary.json", strange)
+    page = Structure(report.write_index(tmp_path)).text
+    assert "holds what no run writes" in page
+    assert "top1 27.1%" in page
+
+
 def test_command_line(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         make_run(reports, name)

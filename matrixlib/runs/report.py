@@ -124,7 +124,11 @@ def frame(root: Path | None = None) -> DataFrame:
     rows = []
     for folder in watch.run_folders(root or reports_root()):
         summary, record = (_read(folder / name, [], files.read_json) or {} for name in ("summary.json", "run.json"))
-        rows.append(_row(folder, summary, record))
+        try:
+            rows.append(_row(folder, summary, record))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # one strange folder hides no other run
+            strange = f"its summary.json or run.json holds what no run writes: {error!r}"
+            rows.append(_row(folder, {}, {}) | {"verdict": "damaged", "why": strange, "result": strange})
     return DataFrame(rows)
 
 
