@@ -20,28 +20,30 @@ export PATH := $(abspath $(BIN)):$(PATH)
 .PHONY: lab report refresh lock install clean stale
 
 help:
-	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
-	@echo 'make train-full     params/small.yaml, for a GPU or an evening; with TARGET_LOSS=0.5 it stops at that loss'
-	@echo 'make train-resume   goes on with the newest unfinished training, as make train does by itself (= train-quick)'
-	@echo 'make hw-report      what this machine is, what it was measured to do, and what auto uses'
-	@echo 'make generate-data  a training set with Stockfish: 1,000 games, or GAMES=200; stopped, it goes on'
-	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about half an hour'
-	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
-	@echo 'make soak      the long versions of the tests'
-	@echo 'make e2e       a training, menus and a game in JupyterLab in a real browser; screenshots in reports/e2e/'
-	@echo 'make lint      ruff and mypy'
-	@echo 'make lab       JupyterLab, opened on the training notebook'
-	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about six minutes'
-	@echo 'make bench-gpu the same on a CUDA GPU, with matrix0_53m compiled and not'
-	@echo 'make gpu       check that a card computes rightly (DEVICE=cpu: a dry run; PART=attention: tests of that name)'
-	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'
-	@echo 'make refresh   execute the committed notebooks again, in place'
-	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
-	@echo 'make install   only set up $(VENV)'
-	@echo 'make clean     remove caches (not $(VENV), not reports)'
+	@echo 'make train          train params/quick.yaml on the sample set (about 10 minutes on two cores), or resume it'
+	@echo 'make train-quick    the same'
+	@echo 'make train-resume   the same: resume the newest unfinished run of quick, else start one'
+	@echo 'make train-full     train params/small.yaml, for a GPU; stops after STEPS= or at TARGET_LOSS='
+	@echo 'make lab            JupyterLab, opened on the training notebook'
+	@echo 'make cycle          self-play from random weights (params/cycle/quick.yaml), about half an hour'
+	@echo 'make generate-data  make a training set with Stockfish: 1,000 games, or GAMES=; resumes when stopped'
+	@echo 'make report         write report.html of every run again, or of RUN='
 	@echo ''
-	@echo 'Variables: PYTHON=python3.12   VENV=folder   TORCH_INDEX=package index of another build of torch'
-	@echo '           TARGET_LOSS=0.5, STEPS=9000 (train-full)   GAMES=200 (generate-data)'
+	@echo 'make hw-report      what this machine is, how fast it is, and what auto chooses on it'
+	@echo 'make bench          benchmark this machine: training, inference, loader, search; about six minutes'
+	@echo 'make bench-gpu      benchmark a CUDA GPU, compiled and not'
+	@echo 'make gpu            check that a CUDA GPU computes correctly; PART=attention selects tests, DEVICE=cpu is a dry run'
+	@echo ''
+	@echo 'make test           ruff, mypy, unit tests, notebooks through papermill and nbval'
+	@echo 'make lint           ruff and mypy only'
+	@echo 'make soak           the long versions of the tests'
+	@echo 'make e2e            JupyterLab in a real browser; screenshots in reports/e2e/'
+	@echo 'make refresh        execute the committed notebooks again, in place'
+	@echo 'make lock           resolve requirements.lock again from pyproject.toml'
+	@echo 'make install        only set up $(VENV)'
+	@echo 'make clean          remove caches (not $(VENV), not reports)'
+	@echo ''
+	@echo 'Variables: PYTHON=python3.12   VENV=folder   TORCH_INDEX=index of another build of torch'
 
 # The stamp makes the second `make` start at once; a changed lock or pyproject, or another TORCH_INDEX, installs again.
 ifdef TORCH_INDEX
@@ -52,7 +54,7 @@ endif
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is none;" \
+		echo "error: Python 3.11 or newer is needed, not '$(PYTHON)';" \
 		"name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV) (once, about a minute) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

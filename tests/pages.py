@@ -1,4 +1,4 @@
-"""The documents: README, CONTRIBUTING, CHANGELOG and the guides, and what can be read off them."""
+"""The documents: the pages of the root and the guides, and what can be read off them."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "MAINTAINERS.md")),
     *sorted((ROOT / "notebooks" / "guides").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -33,11 +34,12 @@ README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
 MEASURED = ROOT / "tests" / "golden" / "presets.json"
 RECORD = MEASURED.with_name("bench.json")
+MAIN_PRESETS = ("demo", "quick", "small", "matrix0_attention_policy", "latin_quick", "melee_quick")
 
 
 def first_cells(text: str) -> list[str]:
     """What stands in backticks at the start of each table row."""
-    return re.findall(r"^\| \[?`([^`]+)`", text, re.MULTILINE)
+    return re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
 
 
 # Generated tables
@@ -61,6 +63,17 @@ def options_table(rows: list[tuple[str, str, str, str]]) -> str:
 
 
 def presets_table() -> str:
+    head = "Preset, Network, Parameters, Length and batch, Rows/s, Time, Memory, What it is"
+    return markdown(head, preset_rows())
+
+
+def main_presets_table() -> str:
+    """Those that a newcomer chooses between."""
+    rows = {row[0].strip("`"): (row[0], row[2], row[5], row[7]) for row in preset_rows()}
+    return markdown("Preset, Parameters, Time, What it is", [rows[name] for name in MAIN_PRESETS])
+
+
+def preset_rows() -> list[tuple[str, ...]]:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))["presets"]
     rows = []
     for name in config.presets():
@@ -78,8 +91,7 @@ def presets_table() -> str:
         size = size or f"{model['layers']} layers of width {model['width']}"
         length = f"{updates} of {train['batch_size']:,}"
         rows.append((f"`{name}`", size, count, length, rate, time, memory, purpose(text, name)))
-    head = "Preset, Network, Parameters, Length and batch, Rows/s, Time, Memory, What it is"
-    return markdown(head, rows)
+    return rows
 
 
 def duration(seconds: float) -> str:
@@ -128,8 +140,9 @@ def own_options(task: str) -> list[tuple[str, str, str, str]]:
 
 OPTIONS = GUIDES / "options.md"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "presets": (README, presets_table),
-    "performance": (README, performance),
+    "presets": (GUIDES / "presets.md", presets_table),
+    "main-presets": (README, main_presets_table),
+    "performance": (GUIDES / "performance.md", performance),
     "commands": (OPTIONS, commands_help),
     "options": (OPTIONS, lambda: options_table(options_of(config.Config))),
     "chess-options": (OPTIONS, lambda: options_table(own_options("chess"))),
@@ -179,7 +192,7 @@ def test_measured_parameters_are_those_of_the_code() -> None:
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
-            if "://" in link:
+            if "://" in link or link.startswith("../../actions/"):  # GitHub's pages of this repository
                 continue
             name, _, heading = link.partition("#")
             target = (page.parent / name).resolve() if name else page
@@ -199,11 +212,29 @@ def test_named_files_exist() -> None:
     assert sorted(bare - known) == []
 
 
-def test_every_guide_and_notebook_has_its_line() -> None:
-    linked = re.findall(r"^\| \[.*?\]\((.*?)\)", section("README.md", "Guides"), re.MULTILINE)
-    assert sorted(linked) == sorted(path.relative_to(ROOT).as_posix() for path in GUIDES.iterdir())
-    names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-    assert sorted(first_cells(section("README.md", "Notebooks"))) == names
+def test_every_guide_and_notebook_is_linked_once() -> None:
+    for title, folder, pattern in (("Guides", GUIDES, "*"), ("Notebooks", GUIDES.parent, "*.ipynb")):
+        linked = re.findall(r"\]\((.*?)\)", section("README.md", title))
+        assert sorted(linked) == sorted(path.relative_to(ROOT).as_posix() for path in folder.glob(pattern)), title
+
+
+def test_the_front_pages_stay_short() -> None:
+    for name, most in {"README.md": 180, "CONTRIBUTING.md": 200, "CHANGELOG.md": 250}.items():
+        assert len(read(ROOT / name).splitlines()) <= most, name
+
+
+def test_version_and_owners_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    newest = re.search(r"^## (\S+), (\S+)$", read(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert newest
+    assert newest.groups() == (citation["version"], str(citation["date-released"]))
+    assert (project["version"], project["license"]) == (citation["version"], citation["license"])
+    owned = [line.split() for line in read(ROOT / ".github" / "CODEOWNERS").splitlines() if line[:1] not in ("", "#")]
+    assert owned
+    for path, *owners in owned:
+        assert (ROOT / path.strip("/")).exists(), path
+        assert all(owner.startswith("@") for owner in owners), path
 
 
 # Commands and variables
@@ -249,11 +280,15 @@ def test_papermill_examples_would_be_accepted() -> None:
 
 
 def test_options_of_commands_exist() -> None:
-    sources = (ROOT / "matrixlib" / name for name in ("runs/launch.py", "bench/__main__.py"))
-    source = "".join(path.read_text(encoding="utf-8") for path in sources)
-    papermills = {option for parameter in papermill.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    asked = {word for span in spans([README]) for word in span.split() if word.startswith("--")}
-    for option in asked - {"--file"} - papermills:
+    names = ("runs/launch.py", "runs/watch.py", "runs/report.py", "bench/__main__.py", "tasks/chess/uci/engine.py")
+    source = "".join((ROOT / "matrixlib" / name).read_text(encoding="utf-8") for name in names)
+    known = {option for parameter in papermill.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    calls = [
+        text for text in (*lines(), *spans()) if re.match(r"(python -m matrixlib\.|matrixlib-uci|papermill) ?", text)
+    ]
+    asked = {word for call in calls for word in call.split() if word.startswith("--")}
+    assert {"--checkpoint", "--only", "--preset"} <= asked
+    for option in asked - known:
         assert f'"{option}"' in source, option
 
 
@@ -261,7 +296,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
     sources = [*(ROOT / "matrixlib").rglob("*.py"), ROOT / "tests" / "conftest.py"]
     name = re.compile(r"MATRIXLIB_[A-Z]+")
     there = {found for path in sources for found in name.findall(path.read_text(encoding="utf-8"))}
-    assert set(first_cells(section("README.md", "Environment variables"))) == there
+    assert set(first_cells(read(GUIDES / "environment.md"))) == there
     assert {found for page in PAGES for found in name.findall(read(page))} == there
 
 

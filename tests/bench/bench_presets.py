@@ -1,4 +1,4 @@
-"""Parameters, time and memory of each preset's update: what the README's table of presets shows.
+"""Parameters, time and memory of each preset's update: what the table of presets (notebooks/guides/presets.md) shows.
 
 Run from the repository root: ``python tests/bench/bench_presets.py [preset ...]``. Each preset in a process of its own,
 a few updates of its batch, of at most ROWS rows (a larger batch goes through the network in such pieces); memory is the
