@@ -1,5 +1,7 @@
-"""The Python of the documents, run as it stands there, only on less; test_docs.py looks at their commands."""
+"""The Python of the documents, run as it stands there, the blocks of a page as cells of a notebook, only on less;
+test_docs.py looks at their commands."""
 
+import linecache
 import random
 import shutil
 from pathlib import Path
@@ -8,13 +10,15 @@ from typing import Any
 import chess
 import chess.pgn
 import pytest
+import yaml
 import zstandard
 from pages import PAGES, blocks
 
+from matrixlib import config
 from matrixlib.runs.run import open_run
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
-WORDS = {"<run>": "my-run", "simulations=100": "simulations=4"}
+WORDS = {"<run>": "my-run", "simulations=100": "simulations=4", '"demo"': '"tiny.yaml"', "steps=60": "steps=4"}
 TINY: dict[str, Any] = {  # over the demo
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1},
@@ -62,6 +66,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in {"games.pgn": "\n\n".join(map(str, games)), "lichess_db_puzzle.csv": puzzles(games)}.items():
         (folder / f"{name}.zst").write_bytes(zstandard.compress(text.encode()))
     (folder / "engine_matches.pgn").write_text("\n\n".join(map(str, random_games(3, 20))))
+    tiny, _ = config.read_preset("demo", TINY)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     shutil.copytree(unpack_sample(), folder / "data" / "mine")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MATRIXLIB_REPORTS", str(folder / "reports"))
@@ -75,5 +81,8 @@ def test_the_python_of_a_page_runs(page: Path, place: Path, monkeypatch: pytest.
     monkeypatch.chdir(place)
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(place / "reports"))
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
-    for body in blocks("python", [page]):
-        exec(compile(replaced(body), page.name, "exec"), {"__name__": "__main__"})
+    cells: dict[str, Any] = {"__name__": "__main__"}
+    for number, body in enumerate(map(replaced, blocks("python", [page]))):
+        name = f"{page.name}:{number}"
+        linecache.cache[name] = (len(body), None, body.splitlines(keepends=True), name)  # as IPython does
+        exec(compile(body, name, "exec"), cells)
