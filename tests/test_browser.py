@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "reports" / "e2e"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 IN_SIGHT = """() => {
-  const bar = document.querySelector('.jupyter-widgets .progress').getBoundingClientRect();
+  const bar = document.querySelector('.matrixlib-panel progress').getBoundingClientRect();
   return bar.top > 0 && bar.bottom < window.innerHeight;
 }"""
 CURVES = ".jupyter-widgets .jp-OutputArea img"
@@ -43,15 +43,26 @@ def outputs(path: Path) -> list[nbformat.NotebookNode]:
     return [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", [])]
 
 
-def watch_frames(lab: Lab, count: int) -> None:
-    """Look at the live panel, which comes into sight by itself, until it has shown so many other pictures."""
-    image = lab.page.locator("img.widget-image")
-    image.wait_for()
+def watch(lab: Lab, count: int) -> None:
+    """Look at the live panel, which comes into sight by itself, until its bar has moved so many times."""
+    lab.page.locator(".matrixlib-panel .uplot").first.wait_for()
     lab.page.wait_for_function(IN_SIGHT)
-    image.scroll_into_view_if_needed()
-    another = "before => document.querySelector('img.widget-image')?.src !== before"
+    pace = lab.page.locator(".matrixlib-panel .pace")
+    another = "before => document.querySelector('.matrixlib-panel .pace')?.textContent !== before"
     for _ in range(count):
-        lab.page.wait_for_function(another, arg=image.get_attribute("src"), timeout=1000 * STEP)
+        lab.page.wait_for_function(another, arg=pace.text_content(), timeout=1000 * STEP)
+
+
+def zoom(page: Page) -> None:
+    """Drag over a part of the first chart, and go back."""
+    box = page.locator(".matrixlib-panel .u-over").first.bounding_box()
+    assert box is not None
+    for at, act in ((0.3, page.mouse.down), (0.7, page.mouse.up)):
+        page.mouse.move(box["x"] + at * box["width"], box["y"] + box["height"] / 2, steps=5)
+        act()
+    back = page.get_by_text("reset zoom")
+    back.click()
+    back.wait_for(state="hidden")
 
 
 def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
@@ -69,11 +80,12 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     train = Lab(page, address, "train", PICTURES)
     train.open()
     train.run_all()
-    watch_frames(train, 3)
-    line = page.locator("div.widget-label").first.inner_text()
+    watch(train, 3)
+    line = page.locator(".matrixlib-panel .pace").inner_text()
     assert re.search(rf"^step [\d,]+/{STEPS} \(\d+%\) \| .* a step \| .* left$", line)
-    assert "positions/s" in page.locator(".widget-html-content").inner_text()
-    train.picture("2-live")
+    assert "positions/s" in page.locator(".matrixlib-panel .numbers").inner_text()
+    zoom(page)
+    train.picture("live")
     train.menu("Kernel", "Interrupt Kernel")
     train.wait_until_run()
     (run,) = (folder.name for folder in reports.glob("demo-*"))
@@ -86,15 +98,15 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     assert stopped, text
     assert stopped[1] == stopped[2]
     assert (reports / run / "checkpoints" / f"step_{int(stopped[1]):08d}").is_dir()
-    assert page.locator("img.widget-image").count() == 0
+    assert page.locator(".matrixlib-panel").count() == 0
 
     train.run_all()
     assert "resumed" in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
-    watch_frames(train, 1)
+    watch(train, 1)
     train.wait_until_run()
     assert [folder.name for folder in reports.glob("demo-*")] == [run]
     assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
-    assert page.locator("img.widget-image").count() == 0
+    assert page.locator(".matrixlib-panel").count() == 0
     assert any("VERDICT: PASS" in text for text in train.texts())
     train.save()
     kinds = [kind for output in outputs(path) for kind in output.get("data", {})]
@@ -103,7 +115,7 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     train.open()
     page.wait_for_selector(".jp-RenderedImage img")
     assert page.get_by_text("Error displaying widget").count() == 0
-    assert look_at_html(page, reports / run / "report.html", PICTURES / "report.png") == [1000], "the curves"
+    assert look_at_html(page, reports / run / "report.html", PICTURES / "report.png") == [1800], "the curves"
 
 
 def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:

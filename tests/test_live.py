@@ -1,6 +1,7 @@
 """Live panel: throttled, no widget headless, one static picture at the end."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import nbformat
+import numpy as np
 import papermill
 import pytest
 
 from matrixlib.engine.stats import Stats
 from matrixlib.runs import live as live_module
+from matrixlib.runs.figures import Mark, charts, frame
 from matrixlib.runs.live import LivePlot
+from matrixlib.runs.panel import view
 
 
 def stats(step: int) -> Stats:
@@ -71,39 +75,59 @@ def test_headless_training_prints_a_line_with_its_time_every_few_seconds(
     assert all(re.fullmatch(words, line) for line in lines[:1])
 
 
-@pytest.mark.parametrize(("drawing", "draws"), [(0.0, (5, 7)), (0.05, (3, 4))])
-def test_live_panel_is_throttled_and_replaced_by_one_picture(
-    monkeypatch: pytest.MonkeyPatch, drawing: float, draws: tuple[int, int]
+@pytest.mark.parametrize(("cost", "redraws"), [(0.0, 5), (0.02, 3)])
+def test_the_panel_is_throttled_and_replaced_by_one_picture(
+    monkeypatch: pytest.MonkeyPatch, cost: float, redraws: int
 ) -> None:
-    """2.5 seconds: a picture each half second, fewer where drawing takes long; bar and text go on."""
+    """2.5 seconds: curves each half second, fewer where they cost much; bar and text go on."""
     import IPython.display
 
     outputs: list[Any] = []
     handle = SimpleNamespace(update=outputs.append)
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     monkeypatch.setattr(IPython.display, "display", lambda box, display_id: outputs.append(box) or handle)
-    clock, png = [100.0], live_module.figures.png
+    clock, charts = [100.0], live_module.figures.charts
     monkeypatch.setattr(live_module.time, "perf_counter", lambda: clock[0])
 
-    def slow(figure: Any, dpi: int) -> bytes:
-        clock[0] += drawing
-        return png(figure, dpi)
+    def slow(table: Any) -> Any:
+        clock[0] += cost
+        return charts(table)
 
-    monkeypatch.setattr(live_module.figures, "png", slow)
+    monkeypatch.setattr(live_module.figures, "charts", slow)
     with pytest.raises(KeyboardInterrupt), LivePlot(100) as plot:  # noqa: PT012
+        panel = outputs[0]
+        views: list[Any] = []
+        panel.observe(lambda change: views.append(change["new"]), "view")
+        assert panel.view["charts"] == []
         for step in range(1, 26):
             clock[0] += 0.1
             plot.update(stats(step))
-        (bar, pace), now, image = outputs[0].children[0].children, *outputs[0].children[1:]
-        assert bytes(image.value).startswith(b"\x89PNG")
-        assert bar.value >= 20
-        assert re.fullmatch(r"step 2\d/100 \(2\d%\) \| 1\d\d ms a step \| \d\.\d s left", pace.value)
-        assert now.value == "policy 1.000 value 0.500 | learning rate 0.001 | 1,000 positions/s"
-        assert draws[0] <= plot.draws <= draws[1]
+            if step == 1:
+                assert {len(chart["steps"]) for chart in panel.view["charts"]} == {8}, "the first update is seen"
+        assert panel.progress["step"] >= 20
+        assert re.fullmatch(r"step 2\d/100 \(2\d%\) \| 1\d\d ms a step \| \d\.\d s left", panel.progress["text"])
+        assert panel.progress["line"] == "policy 1.000 value 0.500 | learning rate 0.001 | 1,000 positions/s"
+        assert len(views) == redraws
+        clock[0] += 1
+        plot.update(replace(stats(26), steps=26))
+        assert "left" not in panel.progress["text"]
         raise KeyboardInterrupt
     assert len(outputs) == 2
     assert isinstance(outputs[1], IPython.display.Image)
-    assert outputs[1].data[16:24] == bytes([0, 0, 3, 232, 0, 0, 2, 48]), "1000 x 560"
+    assert panel.comm is None, "no widget outlives its kernel"
+
+
+def test_the_front_end_gets_curves_as_bytes() -> None:
+    rows = [stats(1).row(), replace(stats(2), validation={"loss": 2.0}).row(), stats(3).row()]
+    shown = view(charts(frame(rows)), [Mark(2, "phase", "phase 1 begins")])
+    total = shown["charts"][0]
+    assert (total["label"], total["held_out"]) == ("total loss", True)
+    assert np.frombuffer(total["steps"]).tolist() == [1, 2, 3]
+    values = np.frombuffer(total["values"], np.float32).reshape(3, 3)
+    assert [curve["kind"] for curve in total["curves"]] == ["raw", "line", "held-out"]
+    np.testing.assert_array_equal(values[2], [math.nan, 2.0, math.nan])
+    assert shown["marks"] == [(2, "phase 1 begins", False)]
+    assert json.dumps([chart["levels"] for chart in shown["charts"]])
 
 
 def test_papermill_leaves_one_static_picture(tmp_path: Path) -> None:

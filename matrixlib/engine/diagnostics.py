@@ -88,7 +88,8 @@ def inspect(
     }
     messages = [Message(event, "; ".join(texts)) for event, texts in warnings.items() if texts]
     shares = {name: float(flags.double().mean()) for name, flags in dead.items()}
-    figures = {"outputs": outputs, "gradient_norm": quantiles, "blocks": blocks, "dead_units": shares}
+    norms_of_run = quantiles | {"clip": step.config.optim.clip_norm}
+    figures = {"outputs": outputs, "gradient_norm": norms_of_run, "blocks": blocks, "dead_units": shares}
     return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler.is_enabled() else {}), messages
 
 

@@ -1,42 +1,60 @@
-"""The curves of a run over its update steps.
+"""The curves of a run over its updates.
 
-`PLOTS` are what the live panel, training.png and the report show: another picture is one entry more.
+`PLOTS` and the losses are what the live panel, training.png and the report show; another chart is one entry more.
+`charts` and `marks` say what is drawn, `draw` draws it once, and `panel/panel.js` draws it live.
 """
 
+from __future__ import annotations
+
 import io
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
-from matrixlib.engine.metrics import flatten, not_finite
+from matrixlib.engine.metrics import flatten, messages, not_finite
+from matrixlib.engine.stats import DECISIONS, Event
 from matrixlib.engine.timing import FIRST_UPDATES
-from matrixlib.tasks.plotting import RED, above, log, plain, whole
+from matrixlib.tasks.plotting import log, plain, whole
 
-MAX_POINTS = 2000  # per curve
-SMOOTH = 30  # a smooth line is the mean over so manieth part of the points
-APART = 10  # times smaller than the next larger one: a loss that belongs on another axis
-LOSS_AXES = 3  # at most
-SLOW = 0.75  # of the usual throughput: what is below is marked
-DRAWN = ("loss", "losses", "metrics", "validation", "extra", "learning_rate", "grad_norm", "clip_share", "throughput")
-"""What `frame` takes of a row, with marks of rollbacks and phases."""
+MAX_POINTS = 1000  # of a curve
+SMOOTH_POINTS, SMOOTH_SHARE = 5, 1 / 30  # at least, and of all points: what a running mean is over
+MAX_LOSS_CHARTS = 6  # more terms than that share one
+SLOW = 0.75  # of the usual throughput
+INCHES, ACROSS, DPI = (9.0, 2.3), 3, 200  # of a row of the picture, charts in it, dots an inch
+GREY, RED = "#808080", "#d93a2f"  # legible on white and on black
+COLOURS = ("#2f7ed8", "#e8710a", "#159a6b", "#c2478f", "#8a63d2", "#a58a00", "#0fa3b1", "#d1495b")
+COLUMNS = (
+    "loss",
+    "losses",
+    "metrics",
+    "validation",
+    "extra",
+    "initial",
+    "learning_rate",
+    "grad_norm",
+    "throughput",
+    "memory",
+)
 HELD_OUT = "validation/"
+Kind = Literal["raw", "line", "held-out"]
+FrameT = TypeVar("FrameT", DataFrame, Series)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture over update steps.
+    """A chart over updates.
 
-    label: of its y axis. columns: regular expression that whole names of `frame`'s columns match; those of validations
-    are drawn as dots, in the colour of the column with the same name. scale: factor of the values. log: logarithmic
-    where all are positive. smooth: raw values are faint under running means. more: draws more into it, of the table.
+    label: its title, with the unit. columns: regular expression that whole names of `frame`'s columns match, those of
+    validations too. scale: factor of the values. log: y axis. smooth: raw values are faint below running means.
+    levels: horizontal lines, columns of `frame` by name; the last value counts.
     """
 
     label: str
@@ -44,178 +62,219 @@ class Plot:
     scale: float = 1.0
     log: bool = False
     smooth: bool = True
-    more: Callable[[Axes, DataFrame], None] = lambda axes, table: None
+    levels: Mapping[str, str] = field(default_factory=dict)
 
 
-def _clip_rate(axes: Axes, table: DataFrame) -> None:
-    """The share of clipped gradients beside the gradient norm, and the norm that 95% of the latest were below."""
-    shares, p95 = (table.get(name, Series(dtype=float)).dropna() for name in ("clip_share", "p95"))
-    if shares.any():
-        right = axes.twinx()
-        right.plot(shares.index, 100 * shares, color="C3", linewidth=1, alpha=0.6)
-        right.set(ylim=(0, 100), yticks=[0, 50, 100])
-        right.tick_params(labelsize=7, colors="C3", direction="in", pad=-16)  # beside it lies another picture's label
-        axes.plot([], [], color="C3", linewidth=1, alpha=0.6, label="clipped [%], right")
-    if len(p95):
-        last = p95.iloc[-1]
-        axes.axhline(last, color="0.4", linewidth=0.8, linestyle="-.", label=f"95% below {last:.3g}")
-    if shares.any() or len(p95):
-        above(axes)
-
-
-def _mark_slow(axes: Axes, table: DataFrame) -> None:
-    """Where the throughput fell: the updates, and how far at the worst. What it is a mean of begins with warming up."""
-    smooth = smoothed(table["throughput"].dropna().loc[FIRST_UPDATES + 1 :])
-    share = smooth / smooth.median()
-    slow = share[share < SLOW]
-    if len(slow):
-        axes.vlines(slow.index, 0, 1, colors=RED, alpha=0.15, linewidth=2, transform=axes.get_xaxis_transform())
-        text = f"red: slower than usual, {slow.min() - 1:.0%} at {slow.idxmin():,.0f}"
-        axes.set_title(text, fontsize=7, color=RED, loc="left", pad=3)
-
-
-LOSSES = Plot("loss [nat]", rf"({HELD_OUT})?losses/.*|{HELD_OUT}loss", log=True)
-"""Drawn on an axis each for losses of one size (`loss_groups`)."""
 PLOTS = [
     Plot("accuracy [%]", rf"({HELD_OUT})?metrics/(.*/)?(top1|top3|accuracy|valid)[^/]*", scale=100),
     Plot("learning rate", "learning_rate", smooth=False),
-    Plot("gradient norm before clipping", "grad_norm", log=True, more=_clip_rate),
-    Plot("positions/s", "throughput", more=_mark_slow),
+    Plot("gradient norm", "grad_norm", log=True, levels={"clipped above": "clip", "95 % below": "p95"}),
+    Plot("positions/s", "throughput"),
+    Plot("memory [GiB]", r"memory/(rss|allocated|driver)_mib", scale=1 / 1024, smooth=False),
+    Plot("GPU use [%]", "memory/busy", scale=100, smooth=False),
 ]
 
 
-def frame(rows: Iterable[Mapping[str, Any]]) -> DataFrame:
-    """What is drawn of rows of metrics.jsonl: a column for each number, such as "losses/policy", by update step.
+@dataclass(frozen=True)
+class Curve:
+    """values: at the chart's `steps`, nan where there is none. colour: as CSS and matplotlib write it."""
 
-    Of steps that a rollback went back over, the last row counts. `not finite` counts updates up to each row.
-    """
-    rows = list(rows)
-    values = [dict(flatten({key: row[key] for key in DRAWN if row.get(key) is not None})) for row in rows]
-    for row, value in zip(rows, values, strict=True):
-        norms = row.get("statistics", {}).get("gradient_norm", {})
-        value |= {"rollbacks": row.get("rollbacks", 0), "phase": row.get("phase", 0), "p95": norms.get("p95", math.nan)}
-    table = DataFrame(values, index=pd.Index([row["step"] for row in rows], dtype=float, name="step"))
-    table["not finite"] = np.cumsum([not_finite(row) for row in rows])
-    steps = table.index.to_numpy()
+    name: str
+    values: np.ndarray
+    kind: Kind
+    colour: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """steps: updates of the values. levels: (name, value) of horizontal lines."""
+
+    label: str
+    steps: np.ndarray
+    curves: Sequence[Curve]
+    levels: Sequence[tuple[str, float]] = ()
+    log: bool = False
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it has points of validations."""
+        return any(curve.kind == "held-out" for curve in self.curves)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened in the update `step`. event: of `Event`, or "phase" or "slow"."""
+
+    step: int
+    event: str
+    text: str
+
+    @property
+    def bad(self) -> bool:
+        """Whether it is to be seen at once."""
+        return self.event in DECISIONS or self.event == "slow"
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """What is drawn of a row of metrics.jsonl, by name of a column of `frame`, and its step."""
+    norms = row.get("statistics", {}).get("gradient_norm", {})
+    parts = {key: row[key] for key in COLUMNS if row.get(key) is not None}
+    return {"step": row["step"], **dict(flatten(parts)), **{key: norms[key] for key in ("p95", "clip") if key in norms}}
+
+
+def frame(rows: Iterable[Mapping[str, Any]]) -> DataFrame:
+    """The numbers of rows of metrics.jsonl: a column each, such as "losses/policy", by update."""
+    return tabulated(map(numbers, rows))
+
+
+def tabulated(values: Iterable[Mapping[str, float]]) -> DataFrame:
+    """As `frame`, of what `numbers` gave. Of updates that a rollback went back over, the last row counts."""
+    table = DataFrame([{"step": math.nan}, *values])[1:]  # the column is there without any row too
+    steps = table["step"].to_numpy()
     later = np.minimum.accumulate(steps[::-1])[::-1]
-    return table[np.append(steps[:-1] < later[1:], True)[: len(steps)]].select_dtypes("number")
+    kept = np.append(steps[:-1] < later[1:], True)[: len(steps)]
+    return table[kept].set_index("step").select_dtypes("number")
+
+
+def charts(table: DataFrame) -> list[Chart]:
+    """What there is to draw of a `frame`: total loss, a chart for each term, one for the self-supervised ones, `PLOTS`,
+    and the user's own numbers. Long curves are thinned to means of neighbours."""
+    if len(table) > MAX_POINTS:
+        part = np.arange(len(table)) * MAX_POINTS // len(table)
+        table = table.reset_index().groupby(part).mean().set_index("step")
+    table = table.replace([math.inf, -math.inf], math.nan).dropna(axis=1, how="all")
+    own = [name for name in map(str, table) if name.startswith("extra/")]
+    plots = [*_loss_plots(table), *PLOTS, *(Plot(readable(name), re.escape(name)) for name in own)]
+    smooth = smoothed(table).where(table.notna())
+    return [chart for chart in (_chart(plot, table, smooth) for plot in plots) if chart.curves]
+
+
+def _loss_plots(table: DataFrame) -> list[Plot]:
+    terms = list(dict.fromkeys(name.removeprefix(HELD_OUT)[7:] for name in map(str, table) if "losses/" in name))
+    auxiliary = [term for term in terms if term.startswith("ssl_")]
+    main = [term for term in terms if term not in auxiliary]
+    groups = [(f"{readable(term)} loss", [term]) for term in main]
+    if len(main) > MAX_LOSS_CHARTS:
+        groups = [("losses", main)]
+    groups += [("SSL losses", auxiliary)] * bool(auxiliary)
+    plots = [Plot("total loss", f"({HELD_OUT})?loss")] * (len(terms) > 1)
+    for label, members in groups:
+        levels = {name: f"initial/{members[0]}/{name}" for name in ("chance", "floor")} if len(members) == 1 else {}
+        pattern = rf"({HELD_OUT})?losses/({'|'.join(map(re.escape, members))})"
+        plots.append(Plot(label, pattern, log=len(members) > 1, levels=levels))
+    return plots
+
+
+def _chart(plot: Plot, table: DataFrame, smooth: DataFrame) -> Chart:
+    columns = [name for name in map(str, table) if re.fullmatch(plot.columns, name)]
+    names = list(dict.fromkeys(map(readable, columns)))
+    steps, curves = table.index.to_numpy(), list[Curve]()
+    for column in columns:
+        name, values = readable(column), plot.scale * table[column].to_numpy()
+        colour = COLOURS[names.index(name) % len(COLOURS)]
+        if column.startswith(HELD_OUT):
+            curves.append(Curve(name, values, "held-out", colour))
+        elif plot.smooth:
+            curves.append(Curve(name, values, "raw", colour))
+            curves.append(Curve(name, plot.scale * smooth[column].to_numpy(), "line", colour))
+        else:
+            curves.append(Curve(name, values, "line", colour))
+    found = ((name, table[column].dropna()) for name, column in plot.levels.items() if column in table)
+    levels = [(name, plot.scale * float(values.iloc[-1])) for name, values in found]
+    return Chart(plot.label, steps, curves, levels, plot.log)
+
+
+def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
+    """What happened in the updates of rows of metrics.jsonl: messages, rollbacks, phases, a slowdown."""
+    found = [Mark(step, event, text) for step, event, text in messages(rows) if event != Event.FIRST_UPDATE]
+    told = {mark.step for mark in found if mark.event == Event.ROLLBACK}
+    for before, row in itertools.pairwise(rows):
+        step = row["step"]
+        if row.get("rollbacks", 0) > before.get("rollbacks", 0) and before["step"] not in told:
+            found.append(Mark(step, Event.ROLLBACK, f"rolled back to update {step - 1:,}"))
+        if row.get("phase", 0) != before.get("phase", 0):
+            found.append(Mark(step, "phase", f"phase {row['phase']} begins"))
+    found += [Mark(row["step"], Event.SKIP, "not finite") for row in rows if not_finite(row) and not row.get("events")]
+    speed = Series({row["step"]: row.get("throughput", math.nan) for row in rows}, dtype=float).dropna()
+    speed = smoothed(speed.loc[FIRST_UPDATES + 1 :])  # what comes before is warm-up
+    share = speed / speed.median()
+    if (share < SLOW).any():
+        found.append(Mark(int(share[share < SLOW].index.min()), "slow", f"throughput falls by {1 - share.min():.0%}"))
+    return sorted(found, key=lambda mark: mark.step)
+
+
+def readable(column: str) -> str:
+    """The name of a column for people: "metrics/policy/top1" is "policy top-1"."""
+    name = re.sub(r"^(validation/)?(losses/|metrics/|extra/|memory/)?", "", column).removeprefix("ssl_")
+    name = {
+        "grad_norm": "gradient norm",
+        "rss_mib": "process",
+        "allocated_mib": "GPU tensors",
+        "driver_mib": "GPU",
+    }.get(name, name)
+    return re.sub(r"top(\d)", r"top-\1", name).replace("_", " ").replace("/", " ")
+
+
+def smoothed(values: FrameT) -> FrameT:
+    """Running means over a part of the curve, those at its beginning over what there is."""
+    return values.rolling(max(SMOOTH_POINTS, int(len(values) * SMOOTH_SHARE)), min_periods=1).mean()
 
 
 def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") -> Figure:
-    """Curves of a run from the rows of its metrics.jsonl (see `metrics.read`), resumed or not."""
-    figure = Figure(figsize=(10, 5.6))
-    draw(figure, frame(rows), title)
+    """Curves of a run from the rows of its metrics.jsonl (see `metrics.read`), legible on white and on black."""
+    rows = list(rows)
+    shown, events = charts(frame(rows)), marks(rows)
+    lines = -(-max(1, len(shown)) // ACROSS)
+    figure = Figure(figsize=(INCHES[0], 0.3 + INCHES[1] * lines), layout="constrained", facecolor="none")
+    bad = [mark for mark in events if mark.bad]
+    notes = [f"{mark.event} at update {mark.step:,}" for mark in bad[:3]] + [f"{len(bad) - 3} more"] * (len(bad) > 3)
+    figure.suptitle(", ".join([title, *notes]), fontsize=10, color=RED if bad else GREY)
+    for axes, chart in zip(figure.subplots(lines, ACROSS, squeeze=False).flat, shown, strict=False):
+        _draw(axes, chart, events)
+    for axes in figure.axes[len(shown) :]:
+        axes.remove()
     return figure
 
 
-def draw(figure: Figure, table: DataFrame, title: str, total: int = 0) -> None:
-    """Fill `figure` with the curves of a table of `frame`; `total` > 0 is the last update step of the axis."""
-    figure.clear()
-    while len(table) > MAX_POINTS:
-        table = _thin(table)
-    bad = math.ceil(table["not finite"].max()) if len(table) else 0
-    went_back = _changes(table, "rollbacks")
-    notes = [f"{bad:,} updates not finite"] * bool(bad) + [f"rolled back to update {at - 1:,.0f}" for at in went_back]
-    figure.suptitle(" - ".join([title, *notes]), fontsize=11, color=RED if notes else "black")
-    terms = {name: _name(name) for name in _matching(table, LOSSES)}
-    groups = [[re.escape(name) for name in terms if terms[name] in group] for group in loss_groups(table)]
-    losses = [replace(LOSSES, columns="|".join(group)) for group in groups]
-    own = [Plot(name.removeprefix("extra/"), re.escape(name)) for name in map(str, table) if name.startswith("extra/")]
-    rest = [*PLOTS, *own]
-    entries = max(len({_name(name) for name in _matching(table, plot)}) for plot in (*losses[:1], *rest))
-    top = max(0.5, 0.87 - 0.027 * max(0, entries // 3 - 2))  # for legends of more than three lines, with their note
-    # fixed margins: matplotlib's constrained layout takes half of the drawing time
-    columns = 1 + math.ceil(len(rest) / 2)
-    figure.set_size_inches(10 / 3 * columns, figure.get_figheight())
-    edges = {"left": 0.216 / columns, "right": 1 - 0.045 / columns, "bottom": 0.085, "top": top}
-    grid = figure.add_gridspec(2, columns, wspace=0.28, hspace=0.42, **edges)
-    left = grid[:, 0].subgridspec(len(losses), 1, hspace=0.14 + 0.14 * len(losses))
-    axes = [figure.add_subplot(left[index]) for index in range(len(losses))]
-    axes += [figure.add_subplot(grid[index // (columns - 1), 1 + index % (columns - 1)]) for index in range(len(rest))]
-    colours = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(terms.values()))}
-    for number, (one, plot) in enumerate(zip(axes, [*losses, *rest], strict=True)):
-        plain(one)
-        _draw(one, plot, table, colours if number < len(losses) else {})
-        for at in went_back:
-            one.axvline(at, color=RED, linewidth=0.8, linestyle=":")
-        for at in _changes(table, "phase"):
-            one.axvline(at, color="0.6", linewidth=0.8, linestyle="--")
-        inner = number < len(losses) - 1
-        whole(one, "" if inner else "update step")
-        one.tick_params(labelbottom=not inner)
-        if total:
-            one.set_xlim(0, max(total, table.index.max() if len(table) else 0))
-
-
-def _thin(table: DataFrame) -> DataFrame:
-    """Means over pairs of successive rows."""
-    halved = table.reset_index().groupby(np.arange(len(table)) // 2).mean().set_index("step")
-    return halved.assign(rollbacks=np.floor(halved["rollbacks"]), phase=np.floor(halved["phase"]))
-
-
-def _changes(table: DataFrame, name: str) -> list[float]:
-    """Steps at which a number has become another one."""
-    return table.index[table[name].diff().fillna(0) != 0].tolist() if name in table else []
-
-
-def _matching(table: DataFrame, plot: Plot) -> list[str]:
-    return [name for name in map(str, table) if re.fullmatch(plot.columns, name) and table[name].notna().any()]
-
-
-def _name(column: str) -> str:
-    """For the legend."""
-    return column.removeprefix(HELD_OUT).removeprefix("losses/").removeprefix("metrics/")
-
-
-def loss_groups(table: DataFrame) -> list[list[str]]:
-    """Names of the losses by size, largest first: what would be a flat line beside the others has an axis of its own,
-    LOSS_AXES at most; it begins where a loss is APART times smaller than the next larger one."""
-    finite = table[_matching(table, LOSSES)].replace([math.inf, -math.inf], math.nan)
-    sizes = finite.median().fillna(0.0).groupby(_name, sort=False).first().sort_values(ascending=False, kind="stable")
-    groups: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if groups[-1] and len(groups) < LOSS_AXES and size * APART < sizes[groups[-1][-1]]:
-            groups.append([])
-        groups[-1].append(str(name))
-    return groups
-
-
-def smoothed(values: Series) -> Series:
-    """Running means over a part of the curve, those at its beginning over what there is."""
-    return values.rolling(max(1, len(values) // SMOOTH), min_periods=1).mean()
-
-
-def _draw(axes: Axes, plot: Plot, table: DataFrame, colours: Mapping[str, str]) -> None:
-    """Curves, raw and smooth, and dots of validations, with a legend over them where there are several."""
-    axes.set_ylabel(plot.label)
-    columns = _matching(table, plot)
-    if not columns:
-        axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, color="grey", transform=axes.transAxes)
-        return
-    names = list(dict.fromkeys(map(_name, columns)))
-    colours = colours or {name: f"C{index}" for index, name in enumerate(names)}
-    dots = [column for column in columns if column.startswith(HELD_OUT)]
-    for column in columns:
-        values, colour = plot.scale * table[column].dropna(), colours[_name(column)]
-        if column in dots:
-            edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.5, "zorder": 3}
-            axes.plot(values, "o--", markersize=4.5, linewidth=0.8, color=colour, label=_name(column), **edge)
+def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
+    plain(axes)
+    axes.set_facecolor("none")
+    axes.set_title(chart.label + ", points: held-out" * chart.held_out, fontsize=9, loc="left", color=GREY)
+    axes.tick_params(labelsize=9, colors=GREY, which="both")
+    for curve in chart.curves:
+        there = ~np.isnan(curve.values)
+        points = chart.steps[there], curve.values[there]
+        if curve.kind == "held-out":
+            axes.plot(*points, "o--", color=curve.colour, markersize=4, linewidth=0.8)
+        elif curve.kind == "raw":
+            axes.plot(*points, color=curve.colour, linewidth=0.7, alpha=0.3)
         else:
-            axes.plot(values, color=colour, linewidth=0.7, alpha=0.25 if plot.smooth else 1.0)
-            label = _name(column) if len(columns) > 1 else None
-            axes.plot(smoothed(values) if plot.smooth else values, color=colour, linewidth=1.4, label=label)
-    if plot.log:
-        log(axes, (plot.scale * table[columns]).to_numpy().ravel().tolist())
-    else:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if table[columns].min().min() < 0 else 0)
-    if dots or len(names) > 1:
-        handles = {str(line.get_label()): line for line in reversed(axes.get_lines())}
-        above(axes, [handles[name] for name in names], names, "dots: held-out" if dots else "")
-    plot.more(axes, table)
+            axes.plot(*points, color=curve.colour, linewidth=1.6, label=curve.name)
+    for name, value in chart.levels:
+        axes.axhline(value, color=GREY, linewidth=0.9, linestyle=":")
+        axes.annotate(
+            name,
+            (1, value),
+            (-2, 1),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=GREY,
+        )
+    for mark in events:
+        axes.axvline(mark.step, color=RED if mark.bad else GREY, linewidth=0.8, linestyle="-" if mark.bad else "--")
+    if chart.log:
+        log(axes, np.concatenate([curve.values for curve in chart.curves]).tolist())
+    if sum(curve.kind == "line" for curve in chart.curves) > 1:
+        axes.legend(fontsize=9, labelcolor=GREY, frameon=False, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)
+    for spine in axes.spines.values():
+        spine.set_color(GREY)
+    whole(axes, "")
 
 
-def png(figure: Figure, dpi: int = 100) -> bytes:
-    """PNG file of a figure; `dpi` dots an inch."""
+def png(figure: Figure) -> bytes:
+    """PNG file of a figure, at twice the dots of a screen."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()

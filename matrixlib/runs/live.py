@@ -1,8 +1,7 @@
-"""Panel of a run while it trains: live in JupyterLab, one static picture everywhere else."""
+"""Panel of a run while it trains: interactive in JupyterLab, one picture everywhere else."""
 
 from __future__ import annotations
 
-import html
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -10,46 +9,48 @@ from typing import Any
 
 import pandas as pd
 from IPython import get_ipython
-from matplotlib.figure import Figure
 
 from matrixlib.engine import metrics
 from matrixlib.engine.stats import Stats
 from matrixlib.progress import LinePace, clock_time, duration, interactive, silent
 from matrixlib.runs import figures
 
-EVERY_SECONDS = 0.5  # between two redraws of bar and text
-DRAWING_SHARE = 1 / 20  # of the time, at most, that drawing the curves may take
-BUILT_SECONDS = 1.0  # after which the browser has made a widget that it was told to show
+REDRAW_SECONDS = 0.5  # between two updates of the panel
+REDRAW_RATIO = 1 / 40  # of the time, at most, that preparing the curves may take
+WIDTH = 900  # pixels at which the picture is shown
 
 
 class LivePlot(AbstractContextManager["LivePlot"]):
-    """Panel of a run: its losses, learning rate, gradient norm, throughput and accuracy (`figures.PLOTS`), and curves
-    of one's own.
+    """Panel of a run: losses, accuracy, learning rate, gradient norm, throughput, memory (`figures.charts`), what
+    happened (`figures.marks`), and curves of one's own.
 
-    In JupyterLab a progress bar, a line of text and the picture are redrawn at most every half second (and for at
-    most a twentieth of the time); at the end they are replaced in place by one static PNG. Headless (papermill, nbval,
-    nbconvert, a terminal) no widget is made: a line is printed every few seconds, and in a notebook the final PNG is
-    shown. MATRIXLIB_LIVE=0 or 1 overrides; with 0 there are no lines either.
+    In JupyterLab the curves follow the training at most every half second: drag to zoom, double-click to go back, click
+    a name to hide its curve, point at a line for what happened there. At the end one picture takes their place.
+    Headless (papermill, nbval, nbconvert, a terminal) no widget is made: a line is printed every few seconds, and in a
+    notebook the picture is shown. MATRIXLIB_LIVE=0 or 1 overrides; with 0 there are no lines either.
 
     Use it as a context manager: an exception leaves the picture of what came before it.
-    `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run continues its curve.
+    `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run continues its curves.
     """
 
     def __init__(self, total: int, title: str = "training", *, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self.total = total
         self.title = title
-        self.draws = 0
         self._rows = list(history)
-        self._live = interactive()
+        self._numbers = [figures.numbers(row) for row in self._rows]
         self._began = time.perf_counter()
         self._step = self._first = self._rows[-1]["step"] if self._rows else 0
         self._next = self._redraw = 0.0
         self._lines = LinePace(self._began, self._began)
-        self._in_sight = False
-        self._figure = Figure(figsize=(10, 5.6))
-        self._handle: Any = None
-        if self._live:
-            self._open()
+        self._panel: Any = None
+        if interactive():
+            from IPython.display import display
+
+            from matrixlib.runs import panel
+
+            self._view = panel.view
+            self._panel = panel.Panel(progress=self._progress("starting ..."), view=self._curves())
+            self._handle = display(self._panel, display_id=True)
 
     def update(self, stats: Stats, **own: float) -> None:
         """Take in one update's stats, and own numbers, each of which is drawn; cheap unless a redraw is due.
@@ -60,64 +61,53 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         self._step, self.total = stats.step, row.get("steps", self.total)
         if stats.messages or not self._step % metrics.interval(self.total):  # what the log of a long run holds, too
             self._rows.append(row)
+            self._numbers.append(figures.numbers(row))
         now = time.perf_counter()
-        if not self._live and not silent() and self._lines.due(now):
-            print(f"{clock_time()}  {self.title}: {self._progress(now)} | {_line(row)}", flush=True)
-        if not self._live or now < self._next:
+        if self._panel is None:
+            if not silent() and self._lines.due(now):
+                print(f"{clock_time()}  {self.title}: {self._pace(now)} | {_line(row)}", flush=True)
             return
-        if not self._in_sight and now - self._began > BUILT_SECONDS:
-            self._bar.focus()  # into sight: "Run All Cells" leaves the last cell there
-            self._in_sight = True
-        self._bar.max = self.total
-        self._bar.value = min(self._step, self.total)
-        self._pace.value = self._progress(now)
-        self._now.value = html.escape(_line(row))
-        self._next = now + EVERY_SECONDS
+        if now < self._next:
+            return
+        self._next = now + REDRAW_SECONDS
+        self._panel.progress = self._progress(_line(row))
         if now >= self._redraw:
-            self._image.value = self._png(72)
-            drawing = time.perf_counter() - now
-            self._redraw = now + drawing / DRAWING_SHARE
+            self._panel.view = self._curves()
+            self._redraw = now + (time.perf_counter() - now) / REDRAW_RATIO
 
     def table(self) -> pd.DataFrame:
         """What is drawn (`figures.frame`)."""
-        return figures.frame(self._rows)
+        return figures.tabulated(self._numbers)
 
     def __exit__(self, *error: object) -> None:
-        """Show the final picture: in place of the panel, or as an output of a headless notebook."""
-        if not self._live and getattr(get_ipython(), "kernel", None) is None:
+        """Show the picture: in place of the panel, or as an output of a headless notebook."""
+        if self._panel is None and getattr(get_ipython(), "kernel", None) is None:
             return
         from IPython.display import Image, display
 
-        image = Image(data=self._png(100), format="png", alt=f"Curves of {self.title}", width=1000)
-        if self._handle is not None:
-            self._handle.update(image)
-            self._box.close()
-        else:
+        data = figures.png(figures.training_figure(self._rows, self.title))
+        image = Image(data=data, format="png", alt=f"Curves of {self.title}", width=WIDTH)
+        if self._panel is None:
             display(image)
+        else:
+            self._handle.update(image)
+            self._panel.close()
 
-    def _open(self) -> None:
-        import ipywidgets as widgets
-        from IPython.display import display
+    def _curves(self) -> dict[str, Any]:
+        curves: dict[str, Any] = self._view(figures.charts(self.table()), figures.marks(self._rows))
+        return curves
 
-        self._bar = widgets.FloatProgress(value=self._first, max=self.total, tabbable=True)
-        self._pace = widgets.Label(value=f"step {self._first:,}/{self.total:,}")
-        self._now = widgets.HTML(value="starting ...")  # wraps where a Label would cut off its end
-        # without an initial picture the browser shows a broken one; without fit-content it is stretched
-        self._image = widgets.Image(value=self._png(72), format="png", layout=widgets.Layout(width="fit-content"))
-        self._box = widgets.VBox([widgets.HBox([self._bar, self._pace]), self._now, self._image])
-        self._handle = display(self._box, display_id=True)
+    def _progress(self, line: str) -> dict[str, Any]:
+        return {"step": self._step, "total": self.total, "text": self._pace(time.perf_counter()), "line": line}
 
-    def _png(self, dpi: int) -> bytes:
-        self.draws += 1
-        figures.draw(self._figure, self.table(), self.title, self.total)
-        return figures.png(self._figure, dpi)
-
-    def _progress(self, now: float) -> str:
+    def _pace(self, now: float) -> str:
         """Where the run is, its pace since it was opened, and the time left."""
         parts = [f"step {self._step:,}/{self.total:,} ({self._step / max(self.total, 1):.0%})"]
         if (done := self._step - self._first) > 0:
             each = (now - self._began) / done
-            parts += [f"{duration(each)} a step", f"{duration(max(0.0, each * (self.total - self._step)))} left"]
+            parts.append(f"{duration(each)} a step")
+            if self._step < self.total:
+                parts.append(f"{duration(each * (self.total - self._step))} left")
         return " | ".join(parts)
 
 
