@@ -186,7 +186,10 @@ def _chart(plot: Plot, table: DataFrame, smooth: DataFrame) -> Chart:
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
     """What happened in the updates of rows of metrics.jsonl: messages, rollbacks, phases, a slowdown."""
-    found = [Mark(step, event, text) for step, event, text in messages(rows) if event != Event.FIRST_UPDATE]
+    found: list[Mark] = []
+    for step, event, text in messages(rows):
+        if event in DECISIONS or event not in (Event.FIRST_UPDATE, *(mark.event for mark in found)):
+            found.append(Mark(step, event, text))  # a warning that comes again is marked once
     told = {mark.step for mark in found if mark.event == Event.ROLLBACK}
     for before, row in itertools.pairwise(rows):
         step = row["step"]
@@ -197,7 +200,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
     found += [Mark(row["step"], Event.SKIP, "not finite") for row in rows if not_finite(row) and not row.get("events")]
     speed = Series({row["step"]: row.get("throughput", math.nan) for row in rows}, dtype=float).dropna()
     speed = smoothed(speed.loc[FIRST_UPDATES + 1 :])  # what comes before is warm-up
-    share = speed / speed.median()
+    share = speed / speed.expanding().median()
     if (share < SLOW).any():
         found.append(Mark(int(share[share < SLOW].index.min()), "slow", f"throughput falls by {1 - share.min():.0%}"))
     return sorted(found, key=lambda mark: mark.step)
