@@ -12,6 +12,7 @@ import pytest
 from bs4 import BeautifulSoup
 from matplotlib.figure import Figure
 
+from matrixlib import runs
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import write_json
 from matrixlib.runs import report
@@ -79,9 +80,10 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     write_json(folder / "summary.json", summary)
     write_json(folder / "run.json", {"commit": evil, "versions": {evil: evil}, "started": evil})
     (folder / "config.yaml").write_text(evil)
-    for path in (report.write_report(folder), report.write_index(tmp_path)):
+    (folder / "notes.txt").write_text(evil)
+    for path, scripts in ((report.write_report(folder), 0), (report.write_index(tmp_path), 1)):
         page = Structure(path)
-        assert "script" not in page.tags
+        assert path.read_text().count("<script") == scripts, "the index has one of its own"
         assert "a&b" in page.text
         assert evil in page.text
 
@@ -115,20 +117,44 @@ def test_index_and_table_list_runs_newest_first(tmp_path: Path) -> None:
     assert page.text.index("a-new") < page.text.index("z-old")
     assert "no-run" not in page.text
     assert page.text.count("PASS") == 2
-    assert "top1 27.1%" in page.text
+    assert "27.1%" in page.text
     assert "█▄▁" in page.text, "the loss"
-    table = report.frame(tmp_path)
+    assert not page.fetched
+    table = runs.frame(tmp_path)
     assert table["run"].tolist() == ["a-new", "z-old"]
     assert table["updates"].tolist() == [500, 500]
+    assert table["top1"].tolist() == [0.271, 0.271], "numbers, to be sorted"
 
 
-@pytest.mark.parametrize("strange", [{"verdict": 3}, {"evaluation": 5}, {"curve": ["a"]}, {"lost_rows": [1]}], ids=str)
+def test_the_index_tells_what_differs_and_what_somebody_noted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    record = json.loads((folder / "run.json").read_text())
+    requested = {"seed": 7, "data": {"source": "games.pgn"}}
+    write_json(folder / "run.json", record | {"requested": requested, "changes": {"optim.learning_rate": 0.002}})
+    (folder / "notes.txt").write_text("twice the rate\n")
+    write_json(folder / "summary.json", json.loads((folder / "summary.json").read_text()) | {"share_of_peak": 2.32})
+    (row,) = runs.frame(tmp_path).to_dict("records")
+    assert (row["seed"], row["data"], row["notes"]) == (7, "games.pgn", "twice the rate")
+    assert row["changes"] == "optim.learning_rate 0.002"
+    page = Structure(report.write_index(tmp_path)).text
+    assert "twice the rate" in page
+    assert "disturbed" in page, "no share above 100 %"
+    assert "232%" not in page
+    assert "lost rows" not in page, "a column of nothing"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [{"verdict": 3}, {"evaluation": 5}, {"curve": ["a"]}, {"lost_rows": [1]}, {"evaluation": {"baselines": 1, "a": 1}}],
+    ids=str,
+)
 def test_a_strange_summary_hides_no_other_run(tmp_path: Path, strange: dict[str, Any]) -> None:
     make_run(tmp_path, "sound")
     write_json(make_run(tmp_path, "odd") / "summary.json", strange)
     page = Structure(report.write_index(tmp_path)).text
     assert "holds what no run writes" in page
-    assert "top1 27.1%" in page
+    assert "27.1%" in page
+    assert "holds what no run writes" in Structure(report.write_report(tmp_path / "odd")).text
 
 
 def test_command_line(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:

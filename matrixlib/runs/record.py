@@ -162,6 +162,7 @@ def write_record(folder: Path, preset: str, requested: Config, data: RunData, ki
         "kind": kind,
         "preset": preset,
         "requested": configuration.dump(requested),
+        "changes": {key: new for key, (_, new) in configuration.difference(requested, load_config(preset)).items()},
         "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
         "commit": git_commit(),
         "versions": machine.versions(),

@@ -49,6 +49,10 @@ SHOWN: list[tuple[str, str, Any, str]] = [
     ("the GPU was busy, median", "memory/busy", "median", "{:.0%}"),
 ]
 """What is shown of a training -> columns of its rows, which of their numbers, and how it is written."""
+SHOWN_BESIDE = ("seed", "train.steps", "runtime.device")  # by columns of their own, or nobody's choice
+ALWAYS = ("run", "verdict")  # columns of the index; the others are shown where a run has something in them
+MAX_NOTES = 500  # characters
+STRANGE = (AttributeError, KeyError, TypeError, ValueError)  # JSON of another form than a run's
 Section = tuple[str, DataFrame | bytes | str]
 """Heading, and what stands below it: a table, a PNG file, or text as it is."""
 
@@ -62,8 +66,7 @@ def write_report(run_folder: Path) -> Path:
     if not os.path.isdir(folder):
         raise ValueError(f"no run at {folder}; runs are the folders under {reports_root()}")
     problems: list[str] = []
-    summary = _read(folder / "summary.json", problems, files.read_json) or {}
-    record = _read(folder / "run.json", problems, files.read_json) or {}
+    row, summary, record = _known(folder, problems)
     table = figures_table(summary.get("evaluation", {}))
     if "parameters" in summary:
         table.loc["parameters of the network"] = f"{summary['parameters']:,}", ""
@@ -94,7 +97,6 @@ def write_report(run_folder: Path) -> Path:
         ]
     else:  # the folder of a notebook that trains nothing
         sections += [(path.stem.capitalize(), path.read_bytes()) for path in sorted(folder.glob("*.png"))]
-    row = _row(folder, summary, record)
     page = _page(
         row["run"],
         row=row,
@@ -120,16 +122,20 @@ def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
 
 
 def frame(root: Path | None = None) -> DataFrame:
-    """All runs under a root, the one that began last first: verdict, result, and what was trained how fast."""
-    rows = []
-    for folder in watch.run_folders(root or reports_root()):
-        summary, record = (_read(folder / name, [], files.read_json) or {} for name in ("summary.json", "run.json"))
-        try:
-            rows.append(_row(folder, summary, record))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # one strange folder hides no other run
-            strange = f"its summary.json or run.json holds what no run writes: {error!r}"
-            rows.append(_row(folder, {}, {}) | {"verdict": "damaged", "why": strange, "result": strange})
-    return DataFrame(rows)
+    """All runs under a root, the one that began last first: verdict, notes, what differs from the preset, held-out
+    figures, and how fast they were."""
+    return DataFrame([_known(folder, [])[0] for folder in watch.run_folders(root or reports_root())])
+
+
+def _known(folder: Path, problems: list[str]) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """(row of `frame`, summary.json, run.json); a strange folder is told as damaged and hides no other."""
+    summary, record = (_read(folder / name, problems, files.read_json) or {} for name in ("summary.json", "run.json"))
+    try:
+        figures_table(summary.get("evaluation", {}))
+        return _row(folder, summary, record), summary, record
+    except STRANGE as error:
+        problems.append(f"its summary.json or run.json holds what no run writes: {error!r}")
+        return _row(folder, {}, {}) | {"verdict": "damaged", "why": problems[-1]}, {}, {}
 
 
 def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,31 +144,44 @@ def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) ->
     word, why = known.get(standing.word, standing.word), "" if standing.word in known else standing.text
     if standing.word not in watch.UNDER_WAY and "verdict" in summary:
         word, why = "PASS" if summary["verdict"]["passed"] else "FAIL", ""
-    shares = figures_table(summary.get("evaluation", {}))["value"]
     curve = summary.get("curve", [])
     low, tall = min(curve, default=0), max(max(curve, default=0) - min(curve, default=0), 1e-9)
+    changes, requested = record.get("changes", {}), record.get("requested", {})
+    numbers = summary.get("evaluation", {}).items()
     return {
         "run": folder.name,
         "verdict": word,
         "why": why,
-        "training loss": "".join("▁▂▃▄▅▆▇█"[int(7.99 * (loss - low) / tall)] for loss in curve),
-        "result": why or summary.get("headline") or ", ".join(f"{name} {value}" for name, value in shares.items()),
+        "notes": _notes(folder),
         "preset": summary.get("preset") or record.get("preset") or "",
+        "changes": ", ".join(f"{name} {value}" for name, value in changes.items() if name not in SHOWN_BESIDE),
+        "seed": requested.get("seed"),
+        "data": str(requested.get("data", {}).get("source") or ""),
+        **{name.replace("_", " "): value for name, value in numbers if isinstance(value, float)},
+        "training loss": "".join("▁▂▃▄▅▆▇█"[int(7.99 * (loss - low) / tall)] for loss in curve),
         **{column: summary.get(name) for name, column in FACTS.items()},
         "lost rows": max(summary.get("lost_rows", {}).values(), default=0),
         "started": record.get("started") or "",
     }
 
 
+def _notes(folder: Path) -> str:
+    """What somebody wrote about the run in its notes.txt."""
+    try:
+        return (folder / "notes.txt").read_text("utf-8", "replace")[:MAX_NOTES].strip()
+    except OSError:
+        return ""
+
+
 def write_index(root: Path | None = None) -> Path:
-    """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
+    """Write index.html of all runs, newest first, to be sorted and filtered; returns its path."""
     root = Path(root) if root is not None else reports_root()
     root.mkdir(parents=True, exist_ok=True)
-    runs = [row | {"page": (root / row["run"] / "report.html").exists()} for row in frame(root).to_dict("records")]
+    table = frame(root)
+    told = [name for name in table if name in ALWAYS or table[name].replace(["", 0], None).notna().any()]
+    runs = [row | {"page": (root / row["run"] / "report.html").exists()} for row in table.to_dict("records")]
     path = root / "index.html"
-    files.write_text(
-        path, _page("Runs", runs=runs, columns=[name for name in (runs or [{}])[0] if name not in ("why", "page")])
-    )
+    files.write_text(path, _page("Runs", runs=runs, columns=told))
     return path
 
 
@@ -244,12 +263,16 @@ def _text(value: Any, name: str) -> str:
         return str(value)
     if name == "time":
         return progress.duration(value)
-    return f"{value:.0%}" if name == "share of peak" else f"{value:.2%}" if name == "lost rows" else f"{value:,.0f}"
+    if name == "share of peak":
+        return f"{value:.0%}" if value <= 1 else "disturbed: the peak was measured beside other work"
+    return (
+        f"{value:.2%}" if name == "lost rows" else f"{value:,.0f}" if name in FACTS.values() else _number(name, value)
+    )
 
 
 def _number(name: str, value: Any) -> str:
     if isinstance(value, float):
-        share = name.split("_")[-1].startswith(("top", "accuracy", "valid"))
+        share = name.replace("_", " ").split()[-1].startswith(("top", "accuracy", "valid"))
         return f"{value:.1%}" if share else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
