@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from IPython.display import HTML
 
 CLASSES = {"piece": [*"PNBRQKpnbrqk", "."], "control": ["theirs", "even", "ours"]}
-COLOURS = {"piece": "tab20", "control": "RdYlGn"}  # of classes; of probabilities, PROBABLE
+COLOURS = {"piece": "tab20", "control": "PRGn"}  # of classes; of probabilities, PROBABLE
 HIDDEN = "#3a6ea5"  # of squares that the piece head has to guess
 PROBABLE = "Oranges"  # white where nothing is, so that the pieces are seen
 ARROWS = 5

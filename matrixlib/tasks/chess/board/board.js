@@ -3,8 +3,9 @@
 
 const ARROWS = 5; // of each kind
 const SHADE = 0.5; // of a map: more would drown the arrows
-const BRUSHES = ["blue", "green", "red", "yellow"];
-const COLOURS = ["#003088", "#15781b", "#882020", "#e68f00"]; // chessground's, of these brushes
+const COLOURS = ["#0072b2", "#d55e00", "#000000", "#009e73"]; // of Okabe and Ito: apart for every eye, on every square
+const BRUSHES = Object.fromEntries(COLOURS.map((color, i) => [`kind${i}`, { key: `kind${i}`, color, opacity: 0.85, lineWidth: 10 }]));
+const LABELLED = 0.05; // shares from here on are written beside their arrow
 const ROLES = { q: "queen", r: "rook", b: "bishop", n: "knight" };
 const FILES = "abcdefgh";
 
@@ -30,7 +31,8 @@ function arrows(page, shown) {
       ? moves.slice(0, ARROWS).map(([move, share]) => ({
           orig: move.slice(0, 2),
           dest: move.slice(2, 4),
-          brush: BRUSHES[number],
+          brush: `kind${number}`,
+          label: share >= LABELLED ? { text: `${Math.round(100 * share)}%` } : undefined,
           modifiers: { lineWidth: 3 + 12 * share },
         }))
       : [],
@@ -133,7 +135,7 @@ async function render({ model, el }) {
   const ground = Chessground(board, {
     animation: { duration: 150 },
     premovable: { enabled: false },
-    drawable: { enabled: true },
+    drawable: { enabled: true, brushes: BRUSHES },
     movable: { free: false, color: undefined, events: { after: move } },
   });
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -182,7 +183,8 @@ class Session:
         game = chess.pgn.Game.from_board(self.board.copy())
         name = self.name.replace("\\", "\\\\").replace('"', '\\"')  # as the standard of PGN says, section 7
         white, black = ("person", name) if self.person else (name, "person")
-        game.headers.update(Event="A game in a notebook", White=white, Black=black, Result=self.result[0])
+        headers = {"Event": "A game in a notebook", "Date": f"{date.today():%Y.%m.%d}", "White": white, "Black": black}
+        game.headers.update(headers | {"Result": self.result[0]})
         return str(game)
 
     def _evaluate(self, board: chess.Board) -> Evaluation:
