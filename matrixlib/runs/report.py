@@ -160,6 +160,7 @@ def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) ->
         **{name.replace("_", " "): value for name, value in numbers if isinstance(value, float)},
         "training loss": "".join("▁▂▃▄▅▆▇█"[int(7.99 * (loss - low) / tall)] for loss in curve),
         **{column: summary.get(name) for name, column in FACTS.items()},
+        "result": summary.get("headline") or "",
         "lost rows": max(summary.get("lost_rows", {}).values(), default=0),
         "started": record.get("started") or "",
     }
