@@ -42,5 +42,6 @@ def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, 
     quarter = len(resident) // 4
     growth = statistics.median(resident[-quarter:]) - statistics.median(resident[quarter : 2 * quarter])
     print(f"{len(values):,} values, RSS {resident[0]:.0f} ... {resident[-1]:.0f} MiB, growth {growth:.1f} MiB")
-    assert growth < 16
+    if quarter > 1:  # a single value says little where the kernel takes back pages that lie idle
+        assert growth < 16
     assert Checkpoints(current.folder / "checkpoints", 2).steps()[-1] == steps

@@ -325,7 +325,7 @@ def test_stats_say_what_happened(tmp_path: Path) -> None:
     assert kinds == {3: "sample", 6: "full", 9: "sample", 12: "full"}
     assert [s.step for s in stats if s.statistics] == [4, 8, 12]
     assert set(stats[3].statistics["outputs"]) == {"class", "plane"}
-    assert set(stats[3].statistics["gradient_norm"]) == {"median", "p95"}
+    assert set(stats[3].statistics["gradient_norm"]) == {"median", "p95", "clip"}
     assert all(s.throughput > 0 and s.seconds > 0 and s.action == "ok" for s in stats)
     assert stats[0].learning_rate == pytest.approx(0.01 / 3)
     rows = history(tmp_path)
