@@ -24,7 +24,7 @@ help:
 	@echo 'make train-quick    the same'
 	@echo 'make train-resume   the same: resume the newest unfinished run of quick, else start one'
 	@echo 'make train-full     train params/small.yaml, for a GPU; stops after STEPS= or at TARGET_LOSS='
-	@echo 'make lab            JupyterLab, opened on the training notebook'
+	@echo 'make lab            JupyterLab, on copies of the notebooks in reports/lab/'
 	@echo 'make cycle          self-play from random weights (params/cycle/quick.yaml), about half an hour'
 	@echo 'make generate-data  make a training set with Stockfish: 1,000 games, or GAMES=; resumes when stopped'
 	@echo 'make report         write report.html of every run again, or of RUN='
@@ -120,8 +120,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Copies, of each commit its own: running a notebook writes into it, and the committed ones hold what CI compares.
+COPIES = reports/lab/$(shell git describe --always 2>/dev/null || echo copies)
 lab: $(STAMP)
-	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/train.ipynb
+	@test -d $(COPIES) || { mkdir -p reports/lab && cp -R notebooks $(COPIES); }
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/$(COPIES)/train.ipynb
 
 bench: $(STAMP)
 	@$(BIN)/python -m matrixlib.bench

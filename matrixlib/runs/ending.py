@@ -68,7 +68,7 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
     word = "failed" if isinstance(error, Exception) else "interrupted"  # by Ctrl-C, SIGTERM
     if isinstance(error, TrainingHalted):
         word = "halted"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")  # Ctrl-C has no text
     try:
         rows = metrics.read(folder / "metrics.jsonl")
         summary = {"complete": False, "end": word, "reason": reason, "steps": rows[-1]["step"] if rows else 0}
