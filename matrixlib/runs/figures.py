@@ -190,10 +190,10 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
     for step, event, text in messages(rows):
         if event in DECISIONS or event not in (Event.FIRST_UPDATE, *(mark.event for mark in found)):
             found.append(Mark(step, event, text))  # a warning that comes again is marked once
-    told = {mark.step for mark in found if mark.event == Event.ROLLBACK}
+    reported = {mark.step for mark in found if mark.event == Event.ROLLBACK}
     for before, row in itertools.pairwise(rows):
         step = row["step"]
-        if row.get("rollbacks", 0) > before.get("rollbacks", 0) and before["step"] not in told:
+        if row.get("rollbacks", 0) > before.get("rollbacks", 0) and before["step"] not in reported:
             found.append(Mark(step, Event.ROLLBACK, f"rolled back to update {step - 1:,}"))
         if row.get("phase", 0) != before.get("phase", 0):
             found.append(Mark(step, "phase", f"phase {row['phase']} begins"))

@@ -128,7 +128,7 @@ def frame(root: Path | None = None) -> DataFrame:
 
 
 def _known(folder: Path, problems: list[str]) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """(row of `frame`, summary.json, run.json); a strange folder is told as damaged and hides no other."""
+    """(row of `frame`, summary.json, run.json); a malformed one is marked damaged and hides no other."""
     summary, record = (_read(folder / name, problems, files.read_json) or {} for name in ("summary.json", "run.json"))
     try:
         figures_table(summary.get("evaluation", {}))
@@ -179,10 +179,10 @@ def write_index(root: Path | None = None) -> Path:
     root = Path(root) if root is not None else reports_root()
     root.mkdir(parents=True, exist_ok=True)
     table = frame(root)
-    told = [name for name in table if name in ALWAYS or table[name].replace(["", 0], None).notna().any()]
+    columns = [name for name in table if name in ALWAYS or table[name].replace(["", 0], None).notna().any()]
     runs = [row | {"page": (root / row["run"] / "report.html").exists()} for row in table.to_dict("records")]
     path = root / "index.html"
-    files.write_text(path, _page("Runs", runs=runs, columns=told))
+    files.write_text(path, _page("Runs", runs=runs, columns=columns))
     return path
 
 
