@@ -94,9 +94,9 @@ def test_a_rollback_is_drawn_over_and_events_are_marked() -> None:
         (4, "phase", "phase 2 begins", False),
         (4, "skip", "not finite", True),
     ]
-    told = log[2] | {"messages": ["too high: back to update 1"], "events": [Event.ROLLBACK]}
-    texts = [mark.text for mark in marks([*log[:2], told, *log[3:]]) if mark.event == Event.ROLLBACK]
-    assert texts == ["too high: back to update 1"], "not told twice"
+    reported = log[2] | {"messages": ["too high: back to update 1"], "events": [Event.ROLLBACK]}
+    texts = [mark.text for mark in marks([*log[:2], reported, *log[3:]]) if mark.event == Event.ROLLBACK]
+    assert texts == ["too high: back to update 1"], "not marked twice"
     title = training_figure(log, "run").get_suptitle()
     assert title == "run, rollback at update 2, skip at update 4"
 

@@ -1,7 +1,7 @@
 """The curves of a run over its updates.
 
 `PLOTS` and the losses are what the live panel, training.png and the report show; another chart is one entry more.
-`charts` and `marks` say what is drawn, `draw` draws it once, and `panel/panel.js` draws it live.
+`charts` and `marks` say what is drawn, `training_figure` draws it once, and `panel/panel.js` draws it live.
 """
 
 from __future__ import annotations
@@ -187,9 +187,11 @@ def _chart(plot: Plot, table: DataFrame, smooth: DataFrame) -> Chart:
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
     """What happened in the updates of rows of metrics.jsonl: messages, rollbacks, phases, a slowdown."""
     found: list[Mark] = []
+    seen: set[str] = {Event.FIRST_UPDATE}
     for step, event, text in messages(rows):
-        if event in DECISIONS or event not in (Event.FIRST_UPDATE, *(mark.event for mark in found)):
-            found.append(Mark(step, event, text))  # a warning that comes again is marked once
+        if event in DECISIONS or event not in seen:  # a warning that comes again is marked once
+            found.append(Mark(step, event, text))
+            seen.add(event)
     reported = {mark.step for mark in found if mark.event == Event.ROLLBACK}
     for before, row in itertools.pairwise(rows):
         step = row["step"]

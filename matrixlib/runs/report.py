@@ -266,9 +266,9 @@ def _text(value: Any, name: str) -> str:
         return progress.duration(value)
     if name == "share of peak":
         return f"{value:.0%}" if value <= 1 else "disturbed: the peak was measured beside other work"
-    return (
-        f"{value:.2%}" if name == "lost rows" else f"{value:,.0f}" if name in FACTS.values() else _number(name, value)
-    )
+    if name == "lost rows":
+        return f"{value:.2%}"
+    return f"{value:,.0f}" if name in FACTS.values() else _number(name, value)
 
 
 def _number(name: str, value: Any) -> str:
