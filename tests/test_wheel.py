@@ -1,6 +1,6 @@
 """The built wheel, installed without a checkout: presets, notebooks, sample set and commands come along."""
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -24,7 +24,8 @@ Run = Callable[..., str]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a command of an environment that has the wheel, and our dependencies but not this checkout, in an empty
     folder; returns what it printed."""
-    if not all(map(importlib.util.find_spec, ("pip", "setuptools"))):
+    # find_spec("pip") would have setuptools' import hook give up distutils, for this process
+    if not {"pip", "setuptools"} <= {package.name for package in importlib.metadata.distributions()}:
         pytest.skip("pip and setuptools build the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     source, empty = folder / "source", folder / "empty"

@@ -5,9 +5,10 @@ torch is imported inside functions.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from matrixlib.hardware.backend import synchronize
@@ -61,11 +62,10 @@ def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
     thread), and the best of each counts.
     """
     import torch
-    from torch.utils import benchmark
 
     kinds: dict[str, tuple[float, Callable[[], object]]] = {}
     side, boards = PIECE[device == "cpu"]
-    with benchmark.set_torch_threads(1):
+    with _threads(1):
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             kinds[f"product {name}"] = _product(device, dtype, side)
             kinds[f"convolution {name}"] = _convolution(device, dtype, boards)
@@ -80,14 +80,26 @@ def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> 
     that at most, by the rate of the small ones. fp32 is under torch's present TF32 setting.
     """
     import torch
-    from torch.utils import benchmark
 
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     sides, repeat = (SIDES, 1) if device == "cpu" else (SIDES[1:], REPEAT)
-    with benchmark.set_torch_threads(threads):
+    with _threads(threads):
         small = 1e9 * _best({dtype: _product(device, kind, sides[0])}, 0.0)[dtype]
         fit = [n for n in sides if 2.0 * n**3 * repeat / small <= seconds / 4]
         return round(_best({dtype: _product(device, kind, max(fit, default=sides[0]))}, seconds)[dtype], 1)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads for torch's operations. (torch.utils.benchmark has the same, but imports setuptools.)"""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
