@@ -108,10 +108,16 @@ class Lab:
     def wait_for_idle(self) -> None:
         self.page.wait_for_selector("#jp-main-statusbar >> text=/\\| Idle/")
 
-    def menu(self, menu: str, item: str) -> None:
+    def menu(self, menu: str, *items: str) -> None:
         """Choose from the menu bar; the label alone is looked for, since a shortcut stands behind it."""
         self.page.locator(".lm-MenuBar-itemLabel").get_by_text(menu, exact=True).click()
-        self.page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
+        for item in items:
+            self.page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
+
+    def theme(self, name: str) -> None:
+        """`Light` or `Dark`."""
+        self.menu("Settings", "Theme", f"JupyterLab {name}")
+        self.page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {name}']", state="attached")
 
     def run_all(self) -> None:
         """Run > Run All Cells; comes back when it has begun."""
@@ -135,5 +141,6 @@ class Lab:
     def picture(self, words: str) -> Path:
         """Screenshot of what is seen now."""
         path = self.pictures / f"{self.name}-{words}.png"
+        self.page.wait_for_timeout(500)  # for what comes into sight
         self.page.screenshot(path=path)
         return path

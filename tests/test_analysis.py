@@ -99,15 +99,15 @@ def test_a_game_is_stepped_through_to_its_end(tmp_path: Path) -> None:
     game = analysis.game_viewer(tmp_path / "game.pgn")
     assert [list(one.moves) for one in game.positions] == [["f2f3"], ["e7e5"], ["g2g4"], ["d8h4"], []]
     net = random_net(ssl=["threat", "control"])
-    shown = game.figure(net, 0).data
+    shown = game.figure(net, 0, "mine").data
     assert [f"<b>{title}</b>" in shown for title in ("network", "played", "control", "threat")] == [True] * 4
     assert "White to move, " in shown
-    assert "the game is over" in game.figure(net, len(game) - 1).data
+    assert "the game is over" in game.figure(net, len(game) - 1, "mine").data
     assert game.check(net)[1]
-    board = game.board(net, 0)
+    board = game.board(net, 0, "mine")
     assert board.page["arrows"]["played"] == [["f2f3", 1.0]]
     assert "destinations" not in board.page, "it is looked at, not played on"
-    assert game.board(net, 1, board) is board
+    assert game.board(net, 1, "mine", board) is board
     assert (board.page["turn"], board.page["last"]) == ("black", ["f2", "f3"])
 
 

@@ -66,10 +66,26 @@ def test_runs_are_listed_newest_first_and_headless_there_is_no_widget(
     shown = look(against="newer")
     assert shown.values["names"] == ["newer", "older"]
     assert re.search(r"newer +PASS +2 *\n.*older +no verdict +2 +top-1 9%", shown.text)
-    assert isinstance(shown.values["boards"], HTML)
+    titles = [axes.get_title() for axes in shown.values["pictures"].axes]
+    assert titles == ["policy loss", "gradient norm"], "what both have; total losses are of two objectives"
     assert {line.get_label() for line in shown.values["pictures"].axes[0].get_lines()} >= {"older", "newer"}
+    assert isinstance(boards := shown.values["boards"], HTML)
+    assert all(f"{name}: move 1 of the game" in boards.data for name in ("older", "newer"))
     assert shown.values["curves"]("older", "none").get_suptitle() == "older"
     assert not shown.failed
+
+
+def test_two_networks_see_the_same_position(look: Callable[..., Shown], display: list[Any]) -> None:
+    run, _, against, position = look().values["boards"].children[0].children
+    (first,) = display[-1].children
+    against.value = "newer"
+    assert display[-1].children[0] is first
+    position.value = 2
+    pages = [board.page for board in display[-1].children]
+    assert [page["status"] for page in pages] == ["older: move 2 of the game", "newer: move 2 of the game"]
+    assert pages[0]["fen"] == pages[1]["fen"]
+    run.value = "newer"
+    assert [board.page["status"] for board in display[-1].children] == ["newer: move 2 of the game"]
 
 
 def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
@@ -120,14 +136,15 @@ def test_another_position_is_drawn_in_place(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     *_, position = look().values["boards"].children[0].children
-    (board,) = (one for one in display if isinstance(one, BoardWidget))
+    (board,) = display[-1].children
+    assert isinstance(board, BoardWidget)
     pages = [board.page]
     for position.value in (1, 2, 1):
         pages.append(board.page)
     assert pages[1] == pages[3] != pages[2]
     position.value = 99
     assert position.value == position.max == 4
-    assert sum(isinstance(one, BoardWidget) for one in display) == 1, "the same board, changed"
+    assert display[-1].children == (board,), "the same board, changed"
     monkeypatch.setattr(BoardViewer, "board", lambda *_: (_ for _ in ()).throw(ValueError("cannot be drawn")))
     position.value = 0
     assert "cannot be drawn" in capsys.readouterr().out
@@ -138,7 +155,7 @@ def test_the_menu_of_checkpoints_follows_the_run(
 ) -> None:
     checkpoints = reports / "newer" / "checkpoints"
     (checkpoints / "step_00000007").rename(checkpoints / "step_00000009")
-    run, checkpoint, _ = look().values["boards"].children[0].children
+    run, checkpoint, *_ = look().values["boards"].children[0].children
     checkpoint.value = "step_00000007"
     run.value = "newer"
     assert checkpoint.options == ("best", "newest", "step_00000009")

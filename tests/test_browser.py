@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed (extra: dev)")
 
-from browser import STEP, Lab, chromium, copy_notebook, laboratory
+from browser import SIZE, STEP, Lab, chromium, copy_notebook, laboratory
 from networks import random_net, save_run
 from playwright.sync_api import Page
 from test_browse import make_run
@@ -27,6 +27,25 @@ IN_SIGHT = """() => {
   return bar.top > 0 && bar.bottom < window.innerHeight;
 }"""
 CURVES = ".jupyter-widgets .jp-OutputArea img"
+ROLLBACK = """
+import itertools
+from matrixlib.runs import live, notebook, run as runs
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+notebook.clean_errors()
+often = {"checkpoint": {"interval": 20}, "validation": {"interval": 20}}
+current = runs.open_run("demo", "cpu", run="rollback", steps=300, overrides=often)
+updates = itertools.count()
+
+def raise_it(optimizer, args, kwargs):
+    for group in optimizer.param_groups if 60 <= next(updates) < 65 else ():
+        group["lr"] *= 1000
+
+register_optimizer_step_pre_hook(raise_it)
+with live.LivePlot(current.steps, title="rollback") as panel:
+    for stats in current.train():
+        panel.update(stats)
+"""
 STEPS = 600  # of the training that is interrupted: enough to watch it, on a fast machine and on a slow one
 
 
@@ -65,12 +84,21 @@ def zoom(page: Page) -> None:
     back.wait_for(state="hidden")
 
 
-def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
-    """Open a page without any network, keep its screenshot; returns the widths of its pictures as they were loaded."""
+def look_at_html(page: Page, path: Path) -> list[int]:
+    """Open a page without any network and keep screenshots of it: light, dark, and as wide as a phone. Returns the
+    widths of its pictures as they were loaded."""
     page.context.set_offline(True)
-    page.goto(path.as_uri())
-    page.wait_for_timeout(500)
-    page.screenshot(path=picture, full_page=True)
+    size = page.viewport_size
+    for words, scheme, width in (("light", "light", 1300), ("dark", "dark", 1300), ("phone", "light", 390)):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(path.as_uri())
+        page.wait_for_timeout(500)
+        page.screenshot(path=PICTURES / f"{path.stem}-{words}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path.name} is wider than {words}"
+    page.context.set_offline(False)
+    page.emulate_media(color_scheme=None)
+    page.set_viewport_size(size)
     return list(page.evaluate("() => [...document.images].map(image => image.naturalWidth)"))
 
 
@@ -81,11 +109,23 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     train.open()
     train.run_all()
     watch(train, 3)
+    train.picture("10")
+    page.locator(".matrixlib-panel label input").check()
+    train.picture("10-whole-plan")
+    page.locator(".matrixlib-panel label input").uncheck()
     line = page.locator(".matrixlib-panel .pace").inner_text()
     assert re.search(rf"^step [\d,]+/{STEPS} \(\d+%\) \| .* a step \| .* left$", line)
     assert "positions/s" in page.locator(".matrixlib-panel .numbers").inner_text()
     zoom(page)
-    train.picture("live")
+    bar = "document.querySelector('.matrixlib-panel progress')"
+    page.wait_for_function(f"() => 2 * {bar}.value > {bar}.max", timeout=1000 * STEP)
+    train.picture("50")
+    train.theme("Dark")
+    train.picture("50-dark")
+    page.set_viewport_size({"width": 760, "height": 900})
+    train.picture("50-narrow")
+    page.set_viewport_size(SIZE)
+    train.theme("Light")
     train.menu("Kernel", "Interrupt Kernel")
     train.wait_until_run()
     (run,) = (folder.name for folder in reports.glob("demo-*"))
@@ -108,6 +148,11 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
     assert page.locator(".matrixlib-panel").count() == 0
     assert any("VERDICT: PASS" in text for text in train.texts())
+    page.locator(".jp-RenderedImage img[width='900']").scroll_into_view_if_needed()
+    train.picture("100")
+    train.theme("Dark")
+    train.picture("100-dark")
+    train.theme("Light")
     train.save()
     kinds = [kind for output in outputs(path) for kind in output.get("data", {})]
     assert (kinds.count("image/png"), kinds.count(WIDGET)) == (3, 0)
@@ -115,7 +160,31 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     train.open()
     page.wait_for_selector(".jp-RenderedImage img")
     assert page.get_by_text("Error displaying widget").count() == 0
-    assert look_at_html(page, reports / run / "report.html", PICTURES / "report.png") == [1800], "the curves"
+    assert look_at_html(page, reports / run / "report.html") == [1800], "the curves"
+    look_at_html(page, reports / "index.html")
+
+
+def test_a_rollback_is_seen(lab: tuple[Path, str, Page], reports: Path) -> None:
+    """Learning rate times 1000 for five updates, in a cell of one's own."""
+    folder, address, page = lab
+    notebook = nbformat.read(copy_notebook("train", folder), as_version=4)
+    notebook.cells = [nbformat.v4.new_code_cell(ROLLBACK)]
+    nbformat.write(notebook, folder / "rollback.ipynb")
+    rollback = Lab(page, address, "rollback", PICTURES)
+    rollback.open()
+    rollback.run_all()
+    page.locator(".matrixlib-panel .bad", has_text="rolled back").wait_for()
+    watch(rollback, 2)
+    step = page.locator(".matrixlib-panel .bad").inner_text()
+    mark = int(re.findall(r"update (\d+): rolled back", step)[-1])
+    chart = page.locator(".matrixlib-panel .u-over").first
+    box = chart.bounding_box()
+    assert box is not None
+    last = page.evaluate("() => document.querySelector('.matrixlib-panel progress').value")
+    page.mouse.move(box["x"] + box["width"] * mark / last, box["y"] + box["height"] / 2)
+    rollback.picture("live")
+    rollback.wait_until_run()
+    rollback.picture("end")
 
 
 def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
@@ -137,10 +206,17 @@ def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
     (oldest,) = newest.locator("option").all_inner_texts()[-1:]
     newest.select_option(oldest)
     wait_for_another(page, before)
+    page.locator("select:has(option[value='none'])").last.select_option("other")
+    page.wait_for_function("() => document.querySelectorAll('.matrixlib-board').length == 2")
+    page.locator(".matrixlib-board").first.scroll_into_view_if_needed()
+    browse.picture("boards")
     browse.save()
     before = page.locator(CURVES).get_attribute("src")
     page.locator(".jupyter-widgets select").first.select_option("other")
     page.wait_for_function(f"before => document.querySelector('{CURVES}')?.src !== before", arg=before)
+    page.locator("select:has(option[value='none'])").first.select_option(index=1)
+    page.locator(CURVES).scroll_into_view_if_needed()
+    browse.picture("curves")
     kinds = [kind for output in outputs(path) for kind in output.get("data", {})]
     assert kinds.count(WIDGET) == 2, "curves and boards"
 
@@ -217,7 +293,12 @@ def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str, Page], reports: P
         assert page.locator("svg.chances rect").count() == 3 * (2 * number + 3)
     page.locator("input.policy").check()
     assert page.locator("svg.cg-shapes line").count() == 5, "arrows of the policy"
+    play.picture("arrows")
     page.locator("select.map").select_option("threat")
+    play.picture("map")
+    play.theme("Dark")
+    play.picture("map-dark")
+    play.theme("Light")
     assert page.locator("svg.cg-custom-below rect").count() == 64
     assert page.locator(".key").inner_text().split() == ["0%", "50%", "100%"]
     page.get_by_role("button", name="search here").click()

@@ -28,6 +28,14 @@ MAX_POINTS = 1000  # of a curve
 SMOOTH_POINTS, SMOOTH_SHARE = 5, 1 / 30  # at least, and of all points: what a running mean is over
 MAX_LOSS_CHARTS = 6  # more terms than that share one
 SLOW = 0.75  # of the usual throughput
+LEGEND_SHARE = 0.4  # of the curves' height, above them
+LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "handlelength": 1.2,
+    "borderaxespad": 0.1,
+    "labelspacing": 0.2,
+    "columnspacing": 1.0,
+}
 INCHES, ACROSS, DPI = (9.0, 2.3), 3, 200  # of a row of the picture, charts in it, dots an inch
 GREY, RED = "#808080", "#d93a2f"  # legible on white and on black
 COLOURS = ("#2f7ed8", "#e8710a", "#159a6b", "#c2478f", "#8a63d2", "#a58a00", "#0fa3b1", "#d1495b")
@@ -66,7 +74,8 @@ class Plot:
 
 
 PLOTS = [
-    Plot("accuracy [%]", rf"({HELD_OUT})?metrics/(.*/)?(top1|top3|accuracy|valid)[^/]*", scale=100),
+    Plot("accuracy [%]", rf"({HELD_OUT})?metrics/(?!ssl_)(.*/)?(top1|top3|accuracy|valid)[^/]*", scale=100),
+    Plot("SSL accuracy [%]", rf"({HELD_OUT})?metrics/ssl_.*/accuracy", scale=100),
     Plot("learning rate", "learning_rate", smooth=False),
     Plot("gradient norm", "grad_norm", log=True, levels={"clipped above": "clip", "95 % below": "p95"}),
     Plot("positions/s", "throughput"),
@@ -209,7 +218,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 
 
 def readable(column: str) -> str:
-    """The name of a column for people: "metrics/policy/top1" is "policy top-1"."""
+    """The name of a column for people: "metrics/policy/top1" is "policy top-1", "metrics/value/accuracy" is "value"."""
     name = re.sub(r"^(validation/)?(losses/|metrics/|extra/|memory/)?", "", column).removeprefix("ssl_")
     name = {
         "grad_norm": "gradient norm",
@@ -217,7 +226,7 @@ def readable(column: str) -> str:
         "allocated_mib": "GPU tensors",
         "driver_mib": "GPU",
     }.get(name, name)
-    return re.sub(r"top(\d)", r"top-\1", name).replace("_", " ").replace("/", " ")
+    return re.sub(r"top(\d)", r"top-\1", name.removesuffix("/accuracy")).replace("_", " ").replace("/", " ")
 
 
 def smoothed(values: FrameT) -> FrameT:
@@ -275,7 +284,10 @@ def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
     if chart.log:
         log(axes, np.concatenate([curve.values for curve in chart.curves]).tolist())
     if sum(curve.kind == "line" for curve in chart.curves) > 1:
-        axes.legend(fontsize=9, labelcolor=GREY, frameon=False, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)
+        low, high = axes.get_ylim()
+        ratio = (high / low) ** LEGEND_SHARE if axes.get_yscale() == "log" else 1 + LEGEND_SHARE * (1 - low / high)
+        axes.set_ylim(low, high * ratio)
+        axes.legend(ncols=2, loc="upper left", fontsize=9, labelcolor=GREY, **LEGEND)
     for spine in axes.spines.values():
         spine.set_color(GREY)
     whole(axes, "")

@@ -15,7 +15,7 @@ function number(value) {
   if (value == null) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(1);
-  return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 6 : 3 });
+  return value.toLocaleString("en", size >= 1000 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
 }
 
 const floats = (view, Type) => new Type(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
@@ -33,6 +33,14 @@ function yRange(chart, low, high) {
   if (chart.log && low > 0) return [low * 0.9, high * 1.1];
   const margin = 0.05 * (high - low || Math.abs(high) || 1);
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
+}
+
+// uPlot labels whole decades alone, of which there is often none.
+function logTicks(low, high) {
+  const ratio = high / low;
+  const factors = ratio > 300 ? [1] : ratio > 30 ? [1, 3] : ratio > 4 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8];
+  const powers = Array.from({ length: Math.ceil(Math.log10(ratio)) + 2 }, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
+  return powers.flatMap((power) => factors.map((factor) => factor * power)).filter((tick) => low <= tick && tick <= high);
 }
 
 // Of a curve its smooth line alone stands in the legend, with the latest held-out value before the cursor behind it.
@@ -105,21 +113,23 @@ function render({ model, el }) {
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.textBaseline = "alphabetic";
-    for (const [name, value] of chart.levels) {
-      const y = u.valToPos(value, "y", true);
+    const heights = chart.levels.map(([, value]) => u.valToPos(value, "y", true));
+    chart.levels.forEach(([name], i) => {
+      const y = heights[i];
       stroke(ink(), [3, 5], [left, y], [left + width, y]);
       const below = y - top < 16 * devicePixelRatio;
-      ctx.fillText(name, left + width - 4, y + (below ? 13 : -4) * devicePixelRatio);
-    }
+      const near = heights.slice(0, i).some((other) => Math.abs(other - y) < 16 * devicePixelRatio);
+      ctx.fillText(name, left + (near ? width / 2 : width - 4), y + (below ? 13 : -4) * devicePixelRatio);
+    });
     ctx.restore();
   }
 
   function showMark(u, note) {
     const near = model.get("view").marks.filter(([step]) => Math.abs(u.valToPos(step, "x") - u.cursor.left) < NEAR);
-    note.hidden = !near.length || u.cursor.left < 0;
+    note.hidden = !near.length || !u.root.matches(":hover"); // the cursor is shown in all charts
     note.textContent = near.slice(0, 3).map(([step, text]) => `${step.toLocaleString("en")}: ${text}`).join("\n");
     note.style.left = `${Math.max(0, Math.min(u.cursor.left, u.width - 260))}px`;
-    note.style.top = "34px";
+    note.style.top = `${HEIGHT}px`;
   }
 
   function make(chart) {
@@ -144,6 +154,7 @@ function render({ model, el }) {
       width: place.clientWidth || 300,
       height: HEIGHT,
       cursor: {
+        y: false, // it would look like a level
         drag: { x: true, y: false, setScale: false },
         sync: { key: model },
         bind: { dblclick: () => () => ((zoom = null), scale()) },
@@ -151,7 +162,7 @@ function render({ model, el }) {
       scales: { x: { time: false }, y: { distr: chart.log ? 3 : 1, range: (u, low, high) => yRange(state.chart, low, high) } },
       axes: [
         { ...axis, size: 28, values: (u, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
-        { ...axis, size: 66, values: (u, ticks) => ticks.map((tick) => (tick == null ? "" : number(tick))) },
+        { ...axis, ...(chart.log && { splits: (u, axis, low, high) => logTicks(low, high), filter: (u, ticks) => ticks }), size: 66, values: (u, ticks) => ticks.map((tick) => (tick == null ? "" : number(tick))) },
       ],
       series: [{ label: "update", value: (u, value) => (value == null ? "–" : Math.round(value).toLocaleString("en")) }, ...chart.curves.map((curve) => series(chart, curve))],
       hooks: {

@@ -1,5 +1,6 @@
 """One position, one game or many boards in detail, for people to look at: by a network, and by a search with it."""
 
+import html
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,22 +64,22 @@ class BoardViewer:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def figure(self, net: Net, item: int) -> Any:
-        """The board with the network's moves as arrows, beside it those of `whose`, and a map for each head."""
+    def figure(self, net: Net, item: int, name: str) -> Any:
+        """The board with the network's moves as arrows, another with those of `whose`, and a map for each SSL head."""
         position = self.positions[item]
         evaluation = next(net.evaluate_boards([position.board]))
-        heading = f"{position.title}<br>{evaluation.summary}<br>{evaluation.fen}"
+        heading = f"{html.escape(name)}: {position.title}<br>{evaluation.summary}<br>{evaluation.fen}"
         return evaluation.boards({self.whose: position.moves}, heading)
 
-    def board(self, net: Net, item: int, widget: Any = None) -> Any:
-        """The same on the board of `play.ipynb`."""
+    def board(self, net: Net, item: int, name: str, widget: Any = None) -> Any:
+        """The same on the board of `play.ipynb`; a `widget` is changed in place."""
         from matrixlib.tasks.chess.board.session import position_page
         from matrixlib.tasks.chess.board.widget import BoardWidget
 
         position = self.positions[item]
         evaluation = next(net.evaluate_boards([position.board]))
         moves = {"network": evaluation.moves, self.whose: position.moves}
-        words = {"status": position.title, "line": evaluation.summary}
+        words = {"status": f"{name}: {position.title}", "line": evaluation.summary}
         widget = widget or BoardWidget({})
         widget.page = position_page(position.board, moves, evaluation.maps) | words
         return widget

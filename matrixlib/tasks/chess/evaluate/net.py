@@ -78,7 +78,7 @@ class Evaluation:
         """The network's opinion in a line."""
         side = "White" if self.board.turn else "Black"
         chances = "" if self.wdl is None else "win {:.0%}, draw {:.0%}, loss {:.0%}; ".format(*self.wdl)
-        return f"{side} to move, {self.value:+.2f}: {chances}{likeliest(self.moves) or 'the game is over'}"
+        return f"{side} to move, {self.value:+.2f}: {chances}{self._words(self.moves) or 'the game is over'}"
 
     def __str__(self) -> str:
         """The FEN, the network's opinion and, after a search, the search's with its line."""
@@ -86,8 +86,13 @@ class Evaluation:
         if result := self.search:
             plies = int(result.plies[result.moves == result.best][0])
             score = f"{result.value:+.2f}, {score_text(result.value, plies)}, {result.simulations} simulations"
-            lines += [f"search   {score}; {likeliest(self.visits)}", f"line     {' '.join(self.line)}"]
+            lines += [f"search   {score}; {self._words(self.visits)}", f"line     {' '.join(self.line)}"]
         return "\n".join(lines) + "\n"
+
+    def _words(self, shares: Mapping[str, float]) -> str:
+        """The five moves with the largest shares (UCI -> share), in SAN."""
+        best = sorted(shares.items(), key=lambda item: -item[1])[:5]
+        return ", ".join(f"{self.board.san(chess.Move.from_uci(move))} {share:.0%}" for move, share in best)
 
     def boards(self, others: Mapping[str, Mapping[str, float]] = {}, heading: str = "") -> HTML:
         """The network's moves, the search's and those of `others` (title -> UCI -> share) as arrows, and a map for each
@@ -99,12 +104,6 @@ class Evaluation:
         for head, values in self.maps.items():
             cards.append(Card(self.board, head, fill=map_fill(head, values), note=map_note(head)))
         return boards(cards, heading=heading)
-
-
-def likeliest(shares: Mapping[str, float], count: int = 5) -> str:
-    """The moves (UCI -> share) with the largest shares, in words."""
-    best = sorted(shares.items(), key=lambda item: -item[1])[:count]
-    return ", ".join(f"{move} {share:.0%}" for move, share in best)
 
 
 class Net(Network):
