@@ -339,8 +339,8 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """', did you mean ...?' for a misspelt word, or an empty string."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    """', did you mean ...?' for a misspelt or shortened word, or an empty string."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) or [name for name in known if name.startswith(word)]
     return f", did you mean '{close[0]}'?" if close else ""
 
 

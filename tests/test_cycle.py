@@ -419,6 +419,11 @@ def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_play
     assert not any(reports.iterdir())
 
 
+def test_an_option_by_its_old_name_is_refused_with_the_new_one() -> None:
+    with pytest.raises(config.ConfigError, match=r"unknown key 'search\.fpu', did you mean 'fpu_reduction'"):
+        load_cycle("demo", {"search": {"fpu": 0.3}})
+
+
 @pytest.mark.parametrize(
     ("network", "refusal"),
     [

@@ -15,7 +15,7 @@ from matrixlib.tasks.tictactoe.spec import TicTacToe
 
 NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
 # Exploration c = 1 whatever the visits, nothing taken off untried moves, one leaf at a time.
-PLAIN = SearchOptions(leaves=1, pb_c_init=1.0, pb_c_base=1e12, fpu=0.0, look_ahead=False)
+PLAIN = SearchOptions(leaves=1, pb_c_init=1.0, pb_c_base=1e12, fpu_reduction=0.0, look_ahead=False)
 
 
 def plain(**changes: Any) -> SearchOptions:
@@ -138,14 +138,14 @@ def test_golden_tree() -> None:
 
 
 def test_first_play_urgency_and_exploration_that_grows_with_visits() -> None:
-    """After move 0 (prior 0.64): 0 + sqrt 2 * 0.32 = 0.45 against 0 - fpu * 0.8 + sqrt 2 * 0.36 = 0.51 - 0.8 fpu. And
-    c = c_init + ln((1 + N + c_base) / c_base); c_base 1 and N = 2: ln 4 = 1.39, which tips the second choice:
+    """After move 0 (prior 0.64): 0 + sqrt 2 * 0.32 = 0.45 against 0 - 0.8 r + sqrt 2 * 0.36 = 0.51 - 0.8 r, reduction r.
+    And c = c_init + ln((1 + N + c_base) / c_base); c_base 1 and N = 2: ln 4 = 1.39, which tips the second choice:
     -0.5 + c * sqrt 2 * 0.4 against -0.25 + c * sqrt 2 * 0.2, after N = 1: c = ln 3, either way move 0.
     """
     moves = {0: [1, 2], 1: [3], 2: [4], 3: [5]}
     game = Graph(moves, priors={0: [0.64, 0.36]})
-    for fpu, visits in ((0.0, [1, 1]), (0.06, [1, 1]), (0.08, [2, 0])):
-        assert search(game, plain(fpu=fpu)).run(2)[0].visits.tolist() == visits
+    for reduction, visits in ((0.0, [1, 1]), (0.06, [1, 1]), (0.08, [2, 0])):
+        assert search(game, plain(fpu_reduction=reduction)).run(2)[0].visits.tolist() == visits
     game = Graph(moves, priors={0: [0.8, 0.2]}, values={1: 0.5})
     assert search(game, plain(pb_c_init=0.0, pb_c_base=1.0)).run(2)[0].visits.tolist() == [2, 0]
     assert search(game, plain(pb_c_init=0.8)).run(2)[0].visits.tolist() == [1, 1]

@@ -63,14 +63,16 @@ class SearchOptions(Section):
     """How a tree is searched.
 
     PUCT explores with pb_c_init + ln((1 + N + pb_c_base) / pb_c_base); a Gumbel search scales values q in [0, 1] to
-    (maxvisit_init + most visits of a move) * value_scale * q. An untried move is worth its parent's value less `fpu`
-    times the root of the prior tried already.
+    (maxvisit_init + most visits of a move) * value_scale * q. An untried move is worth its parent's value less
+    `fpu_reduction` times the root of the prior tried already.
     """
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
     pb_c_base: Positive = option(19652.0, "visits at which exploration begins to grow")
-    fpu: Real = option(0.3, "first-play urgency reduction: an untried move is worth so much less than its parent")
+    fpu_reduction: Real = option(
+        0.3, "first-play urgency (FPU): value of an untried move below its parent's, per square root of the prior tried"
+    )
     virtual_loss: NonNegative = option(1.0, "virtual loss of each visit under way")
     dirichlet_alpha_total: Positive = option(
         10.0, "Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves"
@@ -208,7 +210,7 @@ class Search:
             self._prepare(i, int(tree), priors[i], int(budget[i]), bool(noisy[i]), logits, base, schedule)
         done = np.zeros(len(rows), np.int64)
         out = np.zeros((len(rows) * o.leaves, 3), np.int32)
-        explore = (o.pb_c_init, o.pb_c_base, o.fpu, o.virtual_loss)
+        explore = (o.pb_c_init, o.pb_c_base, o.fpu_reduction, o.virtual_loss)
         scale = (o.maxvisit_init, o.value_scale)
         gumbel = (scale, schedule, logits, base)
         try:

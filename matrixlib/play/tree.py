@@ -63,7 +63,7 @@ def quality(p: Pool, e: Int) -> float:
 
 
 @kernel
-def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, loss: float) -> Int:
+def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu_reduction: float, loss: float) -> Int:
     """The edge to follow from a node, on the way through its own edge (which counts as pending)."""
     into, first = p.parent_edge[node], p.first_edge[node]
     last = first + p.num_edges[node]
@@ -73,7 +73,7 @@ def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, los
     for e in range(first, last):
         if p.visits[e] + p.pending[e] > 0:
             tried += p.prior[e]
-    untried = -p.total[into] / p.visits[into] - fpu * math.sqrt(tried)
+    untried = -p.total[into] / p.visits[into] - fpu_reduction * math.sqrt(tried)
     best, best_score = first, -np.inf
     for e in range(first, last):
         if p.high[e] <= -1:
@@ -164,7 +164,7 @@ def simulate(
     Visits that end at a proven edge are finished here. schedule (trees, simulations): how often the move to try
     at the root has been tried in this search, for Gumbel; no columns for PUCT.
     """
-    pb_c_init, pb_c_base, fpu, loss = weights
+    pb_c_init, pb_c_base, fpu_reduction, loss = weights
     scores = np.empty(logits.shape[1], np.float64)
     n = 0
     for i in range(len(trees)):
@@ -186,13 +186,13 @@ def simulate(
                     if p.visits[e] + p.pending[e] - base[i, j] == round_visits and scores[j] > top:
                         edge, top = e, scores[j]
             else:
-                edge = puct(p, node, pb_c_init, pb_c_base, fpu, loss)
+                edge = puct(p, node, pb_c_init, pb_c_base, fpu_reduction, loss)
             while True:
                 p.pending[edge] += 1
                 if p.low[edge] == p.high[edge] or p.child[edge] < 0:
                     break
                 node = p.child[edge]
-                edge = puct(p, node, pb_c_init, pb_c_base, fpu, loss)
+                edge = puct(p, node, pb_c_init, pb_c_base, fpu_reduction, loss)
             if p.low[edge] == p.high[edge]:
                 backward(p, edge, node, float(p.low[edge]), False)
             elif p.pending[edge] > 1:  # a leaf that is under way already: wait for it
