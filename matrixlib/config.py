@@ -94,7 +94,7 @@ class OptimConfig(Section):
     learning_rate: NonNegative = option(0.003, "peak learning rate")
     rate_batch: CountOrZero = option(0, "`train.batch_size` of learning_rate, which scales with its root; 0 = unscaled")
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
-    decay_share: AboveZero = option(1.0, "last part of the updates after the warm-up, in which the rate decays")
+    decay_ratio: AboveZero = option(1.0, "last part of the updates after the warm-up, in which the rate decays")
     restarts: CountOrZero = option(0, "times that the decay begins anew at the peak (warm restarts)")
     final_fraction: Fraction = option(0.05, "learning rate at the last update as a share of the peak")
     warmup_steps: CountOrZero = option(10, "updates of linear warm-up (first update: 1/warmup, not 0)")
@@ -120,8 +120,8 @@ class OptimConfig(Section):
             raise ValueError(
                 "schedule_free averages in place of a decay: set optim.schedule to constant, beta1 above 0 and swa to 0"
             )
-        if self.schedule == "constant" and (self.restarts or self.decay_share < 1):
-            raise ValueError("a constant schedule does not decay: leave optim.restarts at 0 and decay_share at 1")
+        if self.schedule == "constant" and (self.restarts or self.decay_ratio < 1):
+            raise ValueError("a constant schedule does not decay: leave optim.restarts at 0 and decay_ratio at 1")
         return self
 
 

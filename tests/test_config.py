@@ -67,6 +67,7 @@ def test_nothing_else_is_coerced(section: str, key: str, value: Any) -> None:
     "overrides, says",
     [
         ({"optim": {"learning_rat": 1e-4}}, "unknown key 'optim.learning_rat', did you mean 'learning_rate'?"),
+        ({"optim": {"decay_share": 0.3}}, "unknown key 'optim.decay_share', did you mean 'decay_ratio'?"),
         ({"model": {"policy": {"rnk": 3}}}, "unknown key 'model.policy.rnk', did you mean 'rank'?"),
         ({"optim": {"xyzzy": 1}}, "unknown key 'optim.xyzzy' (known: "),
     ],

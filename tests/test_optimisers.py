@@ -221,10 +221,10 @@ def test_schedule_free_is_evaluated_and_saved_at_its_averaged_point(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "way"),
     [
-        ({"schedule": "constant", "restarts": 1}, r"optim\.restarts at 0 and decay_share at 1"),
-        ({"schedule": "constant", "decay_share": 0.3}, r"optim\.restarts at 0 and decay_share at 1"),
+        ({"schedule": "constant", "restarts": 1}, r"optim\.restarts at 0 and decay_ratio at 1"),
+        ({"schedule": "constant", "decay_ratio": 0.3}, r"optim\.restarts at 0 and decay_ratio at 1"),
         ({"optimiser": "schedule_free", "schedule": "cosine"}, r"optim\.schedule to constant"),
-        ({"optimiser": "schedule_free", "schedule": "constant", "decay_share": 1.0, "swa": 0.2}, "swa to 0"),
+        ({"optimiser": "schedule_free", "schedule": "constant", "decay_ratio": 1.0, "swa": 0.2}, "swa to 0"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], way: str) -> None:
@@ -418,7 +418,7 @@ def test_warm_restarts_and_a_rate_that_stays_at_the_peak_until_the_last_part(kin
     assert rates[39] == pytest.approx(0.1, abs=0.04)
     assert rates[-1] == pytest.approx(0.1)
     assert rates[41:70] == sorted(rates[41:70], reverse=True)
-    schedule = learning_rate(of_optim(**peak, final_fraction=0.0, decay_share=0.3), 111)
+    schedule = learning_rate(of_optim(**peak, final_fraction=0.0, decay_ratio=0.3), 111)
     rates = [schedule(update) for update in range(111)]
     assert set(rates[10:81]) == {1.0}
     assert rates[81:] == sorted(set(rates[81:]), reverse=True)

@@ -21,7 +21,7 @@ def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Calla
     """The configured schedule of a run of `steps` updates of `batch_size` rows; skipped updates count.
 
     Update i (from 0) of the warm-up: peak * (i + 1) / warmup, never 0. Then `optim.schedule` runs from peak to exactly
-    peak * final_fraction at the last update, and stays there. decay_share: of what follows the warm-up (of each cycle,
+    peak * final_fraction at the last update, and stays there. decay_ratio: of what follows the warm-up (of each cycle,
     with restarts); before it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395). restarts at
     the peak, in cycles of equal length (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983). rate_batch: the
     rate grows with the root of the batch size over it, so that the noise of Adam's updates stays the same (Malladi et
@@ -43,7 +43,7 @@ def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Calla
         progress = min((update - first) / span, 1.0) if span > 0 else 0.0
         if progress < 1:
             progress = progress * (config.restarts + 1) % 1
-        progress = max(0.0, 1 - (1 - progress) / config.decay_share) if config.decay_share < 1 else progress
+        progress = max(0.0, 1 - (1 - progress) / config.decay_ratio) if config.decay_ratio < 1 else progress
         shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return peak * (floor + (1 - floor) * shape)
 
