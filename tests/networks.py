@@ -12,7 +12,7 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.matrix0 import ALIAS, ORIGINAL, POINTWISE, matrix0_name
+from matrixlib.tasks.chess.matrix0 import ALIAS_PREFIX, ORIGINAL_PREFIX, POINTWISE, matrix0_name
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -67,5 +67,7 @@ def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
     state = {}
     for name, tensor in model.state_dict().items():
         state[matrix0_name(name)] = tensor[:, :, None, None] if POINTWISE.fullmatch(name) else tensor
-    state |= {key.replace(ORIGINAL, ALIAS): state[key] for key in list(state) if key.startswith(ORIGINAL)}
+    state |= {
+        key.replace(ORIGINAL_PREFIX, ALIAS_PREFIX): state[key] for key in list(state) if key.startswith(ORIGINAL_PREFIX)
+    }
     return state

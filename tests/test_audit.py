@@ -15,7 +15,7 @@ from matrixlib.data import imports
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.importers.audit import FAR, columns, distances, faults, figures, sample
+from matrixlib.tasks.chess.importers.audit import OUTLIER_Z, columns, faults, figures, outlier_scores, sample
 from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.records import LAYOUT, to_board
@@ -143,18 +143,18 @@ def test_positions_and_moves_against_the_rules_are_named(tmp_path: Path) -> None
 
 
 def test_the_odd_shard_stands_out(tmp_path: Path) -> None:
-    assert distances([]).empty
+    assert outlier_scores([]).empty
     for number in range(10):
         batch = batch_of([BARE] * 20 if number == 3 else game(SPANISH), game=number)
         write(tmp_path, f"s{number}", batch, quality=figures(batch))
     write(tmp_path, "alone", batch_of([BARE]), source="puzzles", quality=figures(batch_of([BARE])))
-    found = distances(Catalogue(tmp_path).shards())
+    found = outlier_scores(Catalogue(tmp_path).shards())
     assert len(found) == 10, "one of another source has no others to be compared with"
-    assert found.index[(found.abs() > FAR).any(axis=1)].tolist() == ["s3.npz"]
-    assert found["men"]["s3.npz"] < -FAR
+    assert found.index[(found.abs() > OUTLIER_Z).any(axis=1)].tolist() == ["s3.npz"]
+    assert found["men"]["s3.npz"] < -OUTLIER_Z
     for row in Catalogue(tmp_path).shards():
         Catalogue(tmp_path).set_quality(row.name, {"men": 40 if row.name == "s5.npz" else 20})
-    found = distances(Catalogue(tmp_path).shards())
+    found = outlier_scores(Catalogue(tmp_path).shards())
     assert found["men"][found["men"] != 0].to_dict() == {"s5.npz": pytest.approx(50)}
 
 

@@ -46,13 +46,13 @@ def test_a_game_follows_the_rules_and_comes_back_from_its_pgn(net: Any) -> None:
     read_back = chess.pgn.read_game(io.StringIO(game.pgn()))
     assert read_back.errors == []
     assert read_back.end().board().fen() == game.board.fen()
-    assert [sum(chances) for chances in game.course()] == pytest.approx([1] * 7, abs=1e-3)
+    assert [sum(chances) for chances in game.chance_curve()] == pytest.approx([1] * 7, abs=1e-3)
 
 
 def test_nobody_moves_for_the_network_or_after_the_end(net: Any) -> None:
     game = session(net, start=MATE)
     game.play("h5f7")
-    assert (game.result, game.course()[-1]) == (("1-0", "checkmate"), (1, 0, 0))
+    assert (game.result, game.chance_curve()[-1]) == (("1-0", "checkmate"), (1, 0, 0))
     with pytest.raises(ValueError, match="the game is over: 1-0 checkmate"):
         game.play("a7a6")
     with pytest.raises(ValueError, match="over"):

@@ -13,7 +13,7 @@ from positions import hard_positions, random_positions
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Values, uniform
 from matrixlib.play.game import endings as played_endings
 from matrixlib.play.search import Search, SearchOptions
-from matrixlib.tasks.chess.game import ChessGame, dead, open_tables
+from matrixlib.tasks.chess.game import ChessGame, insufficient_material, open_tablebases
 from matrixlib.tasks.chess.records import from_boards, legal_indices, move_from_index, policy_index
 
 GAME = ChessGame()
@@ -57,7 +57,7 @@ def test_dead_positions() -> None:
         board.set_piece_map({square: chess.Piece.from_symbol(symbol) for square, symbol in pieces.items()})
         if board.is_valid():
             boards.append(board)
-    deaths = dead(from_boards(boards)["pieces"])
+    deaths = insufficient_material(from_boards(boards)["pieces"])
     assert deaths.tolist() == [board.is_insufficient_material() for board in boards]
     assert 0 < deaths.sum() < len(boards)
 
@@ -182,19 +182,19 @@ def test_tables_are_asked_where_they_are_exact() -> None:
     np.testing.assert_array_equal(values, [1, -1, 0, np.nan, np.nan, np.nan, np.nan])
     assert tables.fens == fens[:4]
     with pytest.raises(ValueError, match="rtbw"):
-        open_tables(Path(__file__).parent)
+        open_tablebases(Path(__file__).parent)
 
 
 def test_damaged_tables_are_named_and_asked_no_more(tmp_path: Path) -> None:
     (tmp_path / "KRvK.rtbw").write_bytes(bytes(80))
-    game = ChessGame(open_tables(tmp_path), pieces=3)
+    game = ChessGame(open_tablebases(tmp_path), pieces=3)
     states = from_boards([chess.Board("8/8/8/4k3/8/8/3R4/4K3 w - - 0 1")] * 2)
     with pytest.warns(UserWarning, match="Syzygy tables are damaged, .*invalid magic header") as caught:
         assert np.isnan(game.proven(states)).all()
     assert len(caught) == 1
     for folder in ("x" * 5000, "a\0b", "no/such/folder"):
         with pytest.raises(ValueError, match="no Syzygy tables"):
-            open_tables(folder)
+            open_tablebases(folder)
 
 
 def test_written_games_are_read_back() -> None:

@@ -33,7 +33,7 @@ def test_any_mate_counts_where_the_answer_mates() -> None:
     board = chess.Board("6k1/5ppp/8/8/8/8/5PPP/2RR2K1 w - - 0 1")
     puzzle = Puzzle(board, (chess.Move.from_uci("c1c8"),), 600)
     tries = ["d1d8", "c1c7", None]
-    assert [puzzles.right(board, puzzle, 0, move) for move in tries] == [True, False, False]
+    assert [puzzles.is_correct(board, puzzle, 0, move) for move in tries] == [True, False, False]
 
 
 def test_best_capture_takes_the_most_valuable_piece() -> None:
@@ -62,10 +62,10 @@ def test_a_line_needs_all_of_its_moves() -> None:
         second.push_uci(uci)
     long, short, other = puzzle("e2e4 e7e5 g1f3"), puzzle("e2e4"), puzzle("d2d4")
     half = player({start.board_fen(): "e2e4"})
-    first, whole = puzzles.attempt(half, [long, short, other])
+    first, whole = puzzles.grade(half, [long, short, other])
     assert (first.tolist(), whole.tolist()) == ([True, True, False], [False, True, False])
     full = player({start.board_fen(): "e2e4", second.board_fen(): "g1f3"})
-    assert puzzles.attempt(full, [long, short, other])[1].tolist() == [True, True, False]
+    assert puzzles.grade(full, [long, short, other])[1].tolist() == [True, True, False]
     assert long.board == chess.Board(), "the puzzles stay as they are"
 
 

@@ -20,11 +20,11 @@ from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, ModelConfig
 from matrixlib.tasks.chess.heads import Head
-from matrixlib.tasks.chess.losses import plain_rows
-from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
+from matrixlib.tasks.chess.losses import visible_rows
+from matrixlib.tasks.chess.matrix0 import convert_weights, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.spec import TASK
-from matrixlib.tasks.chess.ssl_targets import target as ssl_target
+from matrixlib.tasks.chess.ssl_targets import head_target as ssl_target
 from matrixlib.tasks.chess.task import ChessTask
 
 ALL_SSL = ["piece", "threat", "pin", "fork", "control"]
@@ -222,7 +222,7 @@ def test_matrix0_moves_and_outputs(shared: Path) -> None:
     chess_task = ChessTask(task().config.model_copy(update={"model": options}))
     batch = tensors(chess_task.prepare_plain(stored(boards), rng()))
     model = chess_task.build_model().eval()
-    model.load_state_dict(fitting(read_checkpoint(folder / "small_ckpt.pt"), model.state_dict()))
+    model.load_state_dict(convert_weights(read_checkpoint(folder / "small_ckpt.pt"), model.state_dict()))
     with torch.no_grad():
         answers = chess_task.predict(model, batch, frozenset({"piece"}))
         raw = chess_task.outputs(model, batch)["policy"]
@@ -367,7 +367,7 @@ def flat(config: ModelConfig) -> nn.Module:
 
 
 def surely_won(outputs: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
-    return (1 - outputs["value"].softmax(1)[:, 0])[plain_rows(batch)].sum()
+    return (1 - outputs["value"].softmax(1)[:, 0])[visible_rows(batch)].sum()
 
 
 def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
@@ -379,7 +379,7 @@ def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
     assert own.gated == plain.gated
     assert set(own.bounds(batch)) == set(plain.bounds(batch)) - {"value"}, "nobody knows those of another loss"
     sums, metrics = own.losses(model, batch, frozenset({"value", "mobility"}))
-    shown, counts = plain_rows(batch), own.counts(batch)
+    shown, counts = visible_rows(batch), own.counts(batch)
     assert counts["mobility"] == int(shown.sum()) < len(shown)
     outputs = own.forward(model, batch, frozenset(own.weights))
     moves = torch.from_numpy(np.diff(rows["policy_offset"]) / 10)

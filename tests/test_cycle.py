@@ -22,7 +22,7 @@ from matrixlib.play.search import Evaluator
 from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Decision, Generation, Pairs, load_cycle, read_generations
-from matrixlib.tasks.chess.records import LAYOUT, ids_of, legal_indices
+from matrixlib.tasks.chess.records import LAYOUT, legal_indices, position_ids
 from matrixlib.tasks.tictactoe.spec import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -269,7 +269,7 @@ def test_figures_are_also_of_held_out_positions_that_no_game_to_learn_from_has(
     shards, ids = Catalogue(whole / "c" / "shards"), dict[str, np.ndarray]()
     for split in ("train", "validation"):
         parts = [Shard(row.path, LAYOUT).gather(np.arange(row.count)) for row in shards.shards(split)]
-        ids[split] = np.concatenate([ids_of(part["records"]) for part in parts])
+        ids[split] = np.concatenate([position_ids(part["records"]) for part in parts])
     generation = opened.history()[-1]
     assert generation.new == pytest.approx(1 - np.isin(ids["validation"], ids["train"]).mean())
     assert 0 < generation.new < 1

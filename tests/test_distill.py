@@ -35,7 +35,7 @@ from matrixlib.runs.run import Run, held_out_data, held_out_figures, open_run
 from matrixlib.tasks import load, load_config
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
 from matrixlib.tasks.chess.distill import losses
-from matrixlib.tasks.chess.distill.losses import LearnedTemperature, reversal, scheduled
+from matrixlib.tasks.chess.distill.losses import LearnedTemperature, reversal_factor, scheduled_temperature
 from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.held_out import agreement, correlations, held_out
@@ -288,7 +288,7 @@ def test_a_temperature_rests_until_its_factor_rises_and_moves_as_far_as_that_say
     """Where weight decay reached it, T would leave 2 without a gradient: 2.00138 after 600 updates, as others saw. Adam
     would divide the factor away: a hundredth of the gradient moved a parameter as far as all of it.
     """
-    assert [reversal(p) for p in (0.0, 0.2, 0.6, 1.0)] == [0.0, 0.0, pytest.approx(0.5), 1.0]
+    assert [reversal_factor(p) for p in (0.0, 0.2, 0.6, 1.0)] == [0.0, 0.0, pytest.approx(0.5), 1.0]
     step, batch = learner(0.1, decay=0.5)
     before = raw(step)
     for _ in range(5):
@@ -300,7 +300,7 @@ def test_a_temperature_rests_until_its_factor_rises_and_moves_as_far_as_that_say
         step(batch)
         moves[place] = raw(step) - before
     assert moves[1.0] != 0
-    assert moves[0.4] == pytest.approx(reversal(0.4) * moves[1.0], rel=1e-3)
+    assert moves[0.4] == pytest.approx(reversal_factor(0.4) * moves[1.0], rel=1e-3)
 
 
 def test_a_gradient_of_the_temperature_that_is_no_number_moves_nothing() -> None:
@@ -346,8 +346,8 @@ def test_a_learned_temperature_is_logged_and_stays_off_the_rails(teacher: str) -
 
 def test_a_scheduled_temperature() -> None:
     linear = TeacherConfig(schedule="linear", temperature=4.0, final_temperature=1.0)
-    assert [scheduled(linear, p) for p in (0.0, 0.5, 1.0)] == [4.0, 2.5, 1.0]
-    assert scheduled(TeacherConfig(temperature=3.0), 0.7) == 3.0
+    assert [scheduled_temperature(linear, p) for p in (0.0, 0.5, 1.0)] == [4.0, 2.5, 1.0]
+    assert scheduled_temperature(TeacherConfig(temperature=3.0), 0.7) == 3.0
     with pytest.raises(ConfigError, match="begins between 1 and 5, not at 7"):
         load_config("demo", {"teacher": {"schedule": "learned", "temperature": 7.0}})
 
@@ -382,16 +382,16 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
     rows = np.array([1, 1, 0, 1, 1, 1], bool)
     x[2] = np.nan  # a row that does not count
     samples = [f[rows].transpose(0, 2, 1).reshape(25, -1) for f in (x, y)]
-    ours = losses.alignment(*(torch.from_numpy(a) for a in (x, y, rows)))
+    ours = losses.linear_cka(*(torch.from_numpy(a) for a in (x, y, rows)))
     assert float(ours) == pytest.approx(gram_alignment(*samples), rel=1e-6)
     turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     turned = 1e-3 * np.einsum("bcs,cd->bds", x, turn) + 5
-    assert float(losses.alignment(*(torch.from_numpy(a) for a in (x, turned, rows)))) == pytest.approx(1)
+    assert float(losses.linear_cka(*(torch.from_numpy(a) for a in (x, turned, rows)))) == pytest.approx(1)
     own, theirs = [torch.from_numpy(x), torch.from_numpy(x)], [torch.from_numpy(turned), torch.from_numpy(y)]
     loss = losses.feature_loss(own, theirs, torch.from_numpy(rows))
     assert float(loss) == pytest.approx(5 * (1 - gram_alignment(*samples)) / 2), "of five rows, the mean of two pairs"
     nothing = torch.zeros(6, 4, 5, requires_grad=True)
-    losses.alignment(nothing, torch.from_numpy(y).float(), torch.from_numpy(rows)).backward()
+    losses.linear_cka(nothing, torch.from_numpy(y).float(), torch.from_numpy(rows)).backward()
     assert nothing.grad.isfinite().all()
 
 
@@ -417,12 +417,12 @@ def test_features_are_those_of_the_board_in_any_encoding(squares: bool, tmp_path
         for row, black in enumerate(batch["state"][:, 4]):  # a mark on e2 of the side to move
             board[row, 1, 1, 4] = 1
             stream[2][row, 1, 1 if name == "oriented" or black else 6, 4] = 1
-        (added,) = net.task.additions(stream, batch, [1], squares)
+        (added,) = net.task.residuals(stream, batch, [1], squares)
         assert torch.equal(added, board.flatten(2) if squares else board.mean((2, 3))[:, :, None])
     nets["lc0"] = load(lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network()), device="cpu")  # type: ignore[assignment]
     for name, channels in (("oriented", 16), ("matrix0", 16), ("lc0", 4)):
         teacher = ChessTeacher(nets[name], TeacherConfig(squares=squares), "", (0,))
-        out, plain = teacher.ask(batch, teacher.blocks), teacher.ask(batch)
+        out, plain = teacher.query(batch, teacher.blocks), teacher.query(batch)
         assert out.pop("teacher_features_0").shape == (48, channels, 64 if squares else 1)
         assert all(torch.equal(out[key], plain[key]) for key in plain.keys() | out.keys())
 

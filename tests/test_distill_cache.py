@@ -80,9 +80,9 @@ def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     teacher = teacher_of()
     side = stored_records(make(folder, teacher, "validation")["b.npz"])
     batch = prepared({**rows_of(fens), "sidecar": side})
-    asked = teacher.ask(batch)
+    asked = teacher.query(batch)
     assert torch.equal(teacher(batch, 0.5)["teacher_policy"], batch["teacher_policy"]), "and is not asked for again"
-    few = batch["policy_index"].ge(0).sum(1).numpy() <= soft.MOVES
+    few = batch["policy_index"].ge(0).sum(1).numpy() <= soft.KEPT_MOVES
     assert 0 < few.sum() < len(few)
     ours, theirs = log_p(batch), log_p({**batch, **asked})
     np.testing.assert_allclose(ours[few], theirs[few], atol=0.02)  # float16 of about -10
@@ -171,7 +171,7 @@ def test_training_reads_the_cache_and_asks_nobody(
     with closing(student(folder, teacher)) as run:
         live = trained(run, 3)
     with closing(student(folder, teacher, cache=True)) as run, monkeypatch.context() as patched:
-        patched.setattr(ChessTeacher, "ask", None)
+        patched.setattr(ChessTeacher, "query", None)
         cached = trained(run, 3)
     ours, theirs = ([row["losses"]["teacher_policy"] for row in rows] for rows in (cached, live))
     assert ours == pytest.approx(theirs, rel=0.1), "float16, 32 moves, and mirrored rows"

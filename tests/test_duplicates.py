@@ -19,7 +19,7 @@ from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers.audit import faults
 from matrixlib.tasks.chess.importers.duplicates import deduplicate
 from matrixlib.tasks.chess.importers.import_files import import_files
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, hashes_of, keys_of, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index, position_hashes, position_keys
 
 GAMES = """[Result "1-0"]
 
@@ -52,7 +52,7 @@ def stored(folder: Path) -> Batch:
 
 
 def row_of(batch: Batch, board: chess.Board) -> int:
-    (row,) = np.flatnonzero(hashes_of(batch["records"]) == hashes_of(from_boards([board])))
+    (row,) = np.flatnonzero(position_hashes(batch["records"]) == position_hashes(from_boards([board])))
     return int(row)
 
 
@@ -69,7 +69,9 @@ def test_targets_are_averaged(tmp_path: Path) -> None:
     before = stored(tmp_path / "f")
     counts = deduplicate(tmp_path / "f", tmp_path / "out")
     batch = stored(tmp_path / "out")
-    assert len(set(keys_of(batch["records"]))) == len(batch["records"]) == len(set(keys_of(before["records"])))
+    assert (
+        len(set(position_keys(batch["records"]))) == len(batch["records"]) == len(set(position_keys(before["records"])))
+    )
     assert counts == {"positions": 14, "different": len(batch["records"]), "in several sources": 0}
     board = chess.Board()
     start = row_of(batch, board)
@@ -122,15 +124,15 @@ def test_sources_and_splits_are_merged_and_training_keeps_the_position(tmp_path:
     import_files(tmp_path / "a.epd", folder, workers=1, progress=False)
     assert deduplicate(folder, tmp_path / "out")["in several sources"] == 1
     batch = stored(tmp_path / "out")
-    assert Counter(keys_of(batch["records"])).most_common(1)[0][1] == 1
-    assert set(keys_of(batch["records"])) == set(keys_of(stored(folder)["records"]))
+    assert Counter(position_keys(batch["records"])).most_common(1)[0][1] == 1
+    assert set(position_keys(batch["records"])) == set(position_keys(stored(folder)["records"]))
     start = row_of(batch, chess.Board())
     keys = {
-        split: set(keys_of(np.concatenate([Shard(r.path, LAYOUT).arrays["records"] for r in rows])))
+        split: set(position_keys(np.concatenate([Shard(r.path, LAYOUT).arrays["records"] for r in rows])))
         for split in ("train", "validation")
         if (rows := Catalogue(tmp_path / "out").shards(split))
     }
-    assert keys_of(batch["records"][[start]])[0] in keys["train"]
+    assert position_keys(batch["records"][[start]])[0] in keys["train"]
     assert not keys["train"] & keys["validation"]
 
 
@@ -161,7 +163,7 @@ class Stop(BaseException):
 
 
 def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "SHARD", 4)
+    monkeypatch.setattr(imports, "SHARD_RECORDS", 4)
     add(tmp_path / "f", GAMES)
     old = {path.name: path.read_bytes() for path in (tmp_path / "f").glob("*.npz")}
     deduplicate(tmp_path / "f", tmp_path / "whole")

@@ -103,7 +103,7 @@ def test_a_file_of_another_kind_is_named(tmp_path):
 
 
 def test_every_line_is_accounted_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(epd, "PART", 150)
+    monkeypatch.setattr(epd, "PART_BYTES", 150)
     lines = [GOOD[0], *BAD, "", *LEFT_OUT, *GOOD, *reversed(BAD)]
     accounted(read_file(Epd(), write(tmp_path, *lines)), [line for line in lines if line], BAD, LEFT_OUT)
 

@@ -23,12 +23,12 @@ from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.audit import sample
 from matrixlib.tasks.chess.importers.import_files import import_files, import_listed
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
-from matrixlib.tasks.chess.records import LAYOUT, held_out
+from matrixlib.tasks.chess.records import LAYOUT, in_validation
 
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
     """In a process of its own: an import in many steps; `done` holds the report."""
-    pgn.GAMES, imports.STEP, imports.SHARD, common.ALONE_SECONDS = 20, 1200, 500, 0
+    pgn.PART_GAMES, imports.STEP_POSITIONS, imports.SHARD_RECORDS, common.ALONE_SECONDS = 20, 1200, 500, 0
     text = import_files(path, folder, workers=workers, progress=False).text()
     (folder / "done").write_text(text)
 
@@ -36,9 +36,9 @@ def import_small(path: Path, folder: Path, workers: int) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and shards of a few hundred positions."""
-    monkeypatch.setattr("matrixlib.tasks.chess.importers.pgn.GAMES", 20)
-    monkeypatch.setattr(imports, "STEP", 1200)
-    monkeypatch.setattr(imports, "SHARD", 500)
+    monkeypatch.setattr("matrixlib.tasks.chess.importers.pgn.PART_GAMES", 20)
+    monkeypatch.setattr(imports, "STEP_POSITIONS", 1200)
+    monkeypatch.setattr(imports, "SHARD_RECORDS", 500)
     monkeypatch.setattr(common, "ALONE_SECONDS", 0)
 
 
@@ -94,7 +94,7 @@ def test_real_games_are_stored_refused_or_left_out(matches: Path, tmp_path: Path
     assert len(np.unique(found["game"])) == 42
     for row in Catalogue(tmp_path).shards():
         inside = Shard(row.path, LAYOUT).arrays["records"]
-        assert (held_out(inside) == (row.split == "validation")).all()
+        assert (in_validation(inside) == (row.split == "validation")).all()
         assert row.source == "pgn"
         assert row.quality["records"] == len(inside)
         assert row.quality["policy_weight_entropy_mean"] == 0
@@ -151,7 +151,7 @@ def test_several_files_and_a_folder_of_files(tmp_path: Path) -> None:
 
 def test_steps_and_workers_do_not_change_what_is_stored(masters: Path, tmp_path: Path, small: None) -> None:
     with open(masters, "rb") as file:
-        texts = [tags + moves for (tags, moves), _ in zip(pgn.split(file), range(140), strict=False)]
+        texts = [tags + moves for (tags, moves), _ in zip(pgn.split_games(file), range(140), strict=False)]
     (tmp_path / "some.pgn").write_bytes(b"".join(texts))
     report = run(tmp_path / "some.pgn", tmp_path / "one")
     assert (report.entries, report.stored, report.skipped) == (140, 137, {"no moves": 3})

@@ -398,12 +398,12 @@ def test_a_tar_holds_games(tmp_path):
 
 
 def test_more_than_a_game_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lc0, "LONGEST", 1 << 16)
+    monkeypatch.setattr(lc0, "MAX_GAME_BYTES", 1 << 16)
     (tmp_path / "training.1.gz").write_bytes(gzip.compress(bytes(40_000)) * 3)
     with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
         member = tarfile.TarInfo("training.2.gz")
         member.size = 1 << 18
         archive.addfile(member, io.BytesIO(bytes(member.size)))
     for name, message in (("training.1.gz", "holds more than"), ("a.tgz", r"'training\.2\.gz' in it has more than")):
-        with pytest.raises(ValueError, match=rf"{name} {message} 0 MiB, which is no game"):
+        with pytest.raises(ValueError, match=rf"{name} {message} 0 MiB: no game"):
             list(Lc0().parts(tmp_path / name))

@@ -25,7 +25,7 @@ from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.lc0 import network, weights
 from matrixlib.tasks.chess.lc0.moves import move_name
 from matrixlib.tasks.chess.model import flops
-from matrixlib.tasks.chess.records import before, from_boards, past_of
+from matrixlib.tasks.chess.records import batch_history, from_boards, positions_before
 from matrixlib.tasks.chess.task import packed_state
 
 
@@ -181,7 +181,7 @@ def test_a_search_hands_over_what_came_before() -> None:
     board = chess.Board()
     for move in ("e2e4", "e7e5"):
         board.push_uci(move)
-    search.reset(1, from_boards([board]), past=before(board, 5))
+    search.reset(1, from_boards([board]), past=positions_before(board, 5))
     results = search.run(24)
     assert known[:2] == [0, 2]
     assert set(known) == {0, 1, 2, 3}
@@ -214,7 +214,7 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
             positions.append(chess.Board(fen))
             for move in moves[0].split() if moves else ():
                 positions[-1].push_uci(move)
-        rows, past = from_boards(positions), past_of(positions, network.PAST)
+        rows, past = from_boards(positions), batch_history(positions, network.HISTORY_PLIES)
         batch: dict[str, Any] = {"pieces": rows["pieces"], "state": packed_state(rows)}
         if told:
             batch |= {"past": past.states["pieces"], "known": past.known, "past_state": packed_state(past.states)}

@@ -83,7 +83,7 @@ def test_columns_in_any_order_with_a_mark_and_windows_line_ends(tmp_path):
 
 
 def test_every_puzzle_is_accounted_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(lichess, "PART", 300)
+    monkeypatch.setattr(lichess, "PART_BYTES", 300)
     lines = [PUZZLES[0], *BAD_PUZZLES, "", VARIANT_PUZZLE, *PUZZLES, "  ", *reversed(BAD_PUZZLES), PUZZLES[1]]
     whole = read_file(Puzzles(), write(tmp_path, *lines))
     check(whole, facts([line for line in lines if line in PUZZLES]))
@@ -96,7 +96,7 @@ def test_real_puzzles_in_parts_of_any_size(shared: Path, monkeypatch):
     with path.open() as file:
         check(whole, [(row["FEN"], row["Moves"]) for row in csv.DictReader(file)], every=7)
     assert whole.entries == whole.stored
-    monkeypatch.setattr(lichess, "PART", 10_000)
+    monkeypatch.setattr(lichess, "PART_BYTES", 10_000)
     again = [Puzzles().read(part).batch for part in Puzzles().parts(path)]
     assert len(again) > 10
     assert same(concat(again, LAYOUT), whole.batch)
@@ -180,7 +180,7 @@ def test_castling_is_written_as_king_takes_rook(tmp_path, side, short, long):
 
 
 def test_every_line_is_accounted_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(lichess, "PART", 400)
+    monkeypatch.setattr(lichess, "PART_BYTES", 400)
     lines = [BLACK, *BAD, "", VARIANT, MATE, BLACK, *reversed(BAD), MATE]
     whole = evaluated(tmp_path, *lines)
     accounted(whole, [line for line in lines if line], BAD, {VARIANT: "Chess960 castling"})

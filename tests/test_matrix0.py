@@ -16,7 +16,7 @@ from matrixlib.runs.start import read_start
 from matrixlib.tasks import get_task
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.evaluate.onnx import open_file
-from matrixlib.tasks.chess.matrix0 import fitting, matrix0_config, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import convert_weights, matrix0_config, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 
 SMALL: dict[str, Any] = {
@@ -49,7 +49,7 @@ Weights = dict[str, Tensor]
 def loaded(data: Any) -> Weights:
     """What a small network of Matrix0's then holds, under its keys."""
     net = PolicyValueNet(matrix0_config(SMALL))
-    net.load_state_dict(fitting(data, net.state_dict()))
+    net.load_state_dict(convert_weights(data, net.state_dict()))
     return matrix0_state(net)
 
 
@@ -69,7 +69,7 @@ def test_outputs_equal_matrix0s(shared: Path) -> None:
     assert sum(parameter.numel() for parameter in net.parameters()) == 303_823
     data = read_checkpoint(folder / "small_ckpt.pt")
     assert len(data) == len(matrix0_state(net)) == 103
-    net.load_state_dict(fitting(data, net.state_dict()))
+    net.load_state_dict(convert_weights(data, net.state_dict()))
     with torch.no_grad():
         out = net(torch.from_numpy(expected["planes"]), frozenset({"policy", "value", "features", "ssl_piece"}))
     ours = {**out, "ssl_piece": out["ssl"]["piece"], "feats_first4": out["features"][:4]}

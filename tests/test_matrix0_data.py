@@ -162,7 +162,7 @@ PLAIN = chess.Board("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 3 40")
 
 
 def test_every_row_is_accounted_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(matrix0_data, "ROWS", 3)
+    monkeypatch.setattr(matrix0_data, "PART_ROWS", 3)
     faults = ["", *FAULTS, "", "", *reversed(FAULTS)]
     arrays = arrays_of([PLAIN] * len(faults))
     for row, fault in enumerate(faults):
@@ -194,7 +194,7 @@ def test_arrays_of_another_shape_are_named(tmp_path, change, message):
 def test_damage_is_found_before_any_row_is_handed_over(tmp_path, monkeypatch):
     path = write(tmp_path, arrays_of([PLAIN] * 40))
     whole = path.read_bytes()
-    monkeypatch.setattr(matrix0_data, "ROWS", 8)
+    monkeypatch.setattr(matrix0_data, "PART_ROWS", 8)
     want = [part.data for part in Matrix0Data().parts(path)]
     turned = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(60, len(whole), 97)]
     found = 0

@@ -16,7 +16,7 @@ from matrixlib.engine.compiler import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
-from matrixlib.tasks.chess.losses import PAD, legal_logits
+from matrixlib.tasks.chess.losses import PAD_INDEX, legal_logits
 from matrixlib.tasks.chess.model import AUXILIARY_CHANNELS, MOVES, PLANES, PolicyValueNet, flops, training_flops
 
 C, BLOCKS, HIDDEN = 32, 3, 24
@@ -204,8 +204,8 @@ def test_listed_moves_are_what_they_are_among_all(changes: dict[str, Any]) -> No
     net = build(policy={"kind": "attention", **changes}).eval()
     randomise(net)
     moves = torch.stack([torch.randperm(MOVES) for _ in range(4)]).to(torch.int16)
-    moves[torch.rand(moves.shape) < 0.3] = PAD
-    moves[2] = PAD
+    moves[torch.rand(moves.shape) < 0.3] = PAD_INDEX
+    moves[2] = PAD_INDEX
     moves = moves[:, 1:]
     whole, listed = (net(planes(), frozenset({"policy"}), some)["policy"] for some in (None, moves))
     assert listed.shape == ((4, MOVES) if "logit_norm" in changes else moves.shape)
@@ -369,7 +369,7 @@ def test_the_random_stream_of_mps_is_replayed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda new: state.__setitem__(0, new))
     passes: list[Any] = []
     monkeypatch.setattr(blocks, "checkpoint", lambda block, x, context_fn, **_: passes.extend(context_fn()))
-    blocks.recomputed(nn.Identity(), SimpleNamespace(device=SimpleNamespace(type="mps")))
+    blocks.checkpointed(nn.Identity(), SimpleNamespace(device=SimpleNamespace(type="mps")))
     state[0] = "after the forward pass"
     with suppress(KeyError), passes[1]:
         assert state[0] == "before the first pass"

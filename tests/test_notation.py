@@ -7,7 +7,7 @@ from positions import hard_positions, random_positions
 
 from matrixlib.tasks.chess.bitboard import NO_MOVE
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
+from matrixlib.tasks.chess.importers.notation import legal_moves, move_code, normalise_castling, read_fens
 from matrixlib.tasks.chess.records import from_boards, policy_index
 
 START = chess.STARTING_FEN
@@ -50,7 +50,7 @@ def test_what_is_wrong_is_said(fen, fault):
     records, faults = read_fens([START, fen, START], "epd")
     assert faults == ["", fault, ""]
     assert records[0] == records[2] == from_boards([chess.Board()], source=5)[0]
-    assert np.diff(legal_of(records).offset).tolist() == [20, 0, 20]
+    assert np.diff(legal_moves(records).offset).tolist() == [20, 0, 20]
 
 
 def test_rights_without_king_or_rook_are_dropped():
@@ -61,11 +61,11 @@ def test_rights_without_king_or_rook_are_dropped():
 def test_every_legal_move_is_found_and_no_other():
     boards = hard_positions() + random_positions(60, 2)
     records = from_boards(boards)
-    legal = legal_of(records)
+    legal = legal_moves(records)
     for row, board in enumerate(boards):
         moves = list(board.legal_moves)
         black = int(not board.turn)
-        codes = [code_of(move.uci(), black) for move in moves]
+        codes = [move_code(move.uci(), black) for move in moves]
         places = legal.find([row] * len(codes), codes)
         indices = [policy_index(move, board.turn) for move in moves]
         assert legal.index[places].tolist() == indices
@@ -73,13 +73,13 @@ def test_every_legal_move_is_found_and_no_other():
         names = [f"{a}{b}" for a in chess.SQUARE_NAMES[::5] for b in chess.SQUARE_NAMES[::3] if a != b]
         others = [uci + end for uci in names for end in ("", "q", "n")]
         others = [uci for uci in others if chess.Move.from_uci(uci) not in moves]
-        assert (legal.find([row] * len(others), [code_of(uci, black) for uci in others]) == -1).all()
+        assert (legal.find([row] * len(others), [move_code(uci, black) for uci in others]) == -1).all()
 
 
 @pytest.mark.parametrize("uci", ["", "e2", "e2e9", "e2e4k", "0000", "e2e4qq", "E2E4", "P@e4"])
 def test_what_is_no_move_is_never_legal(uci):
-    assert code_of(uci, 0) == NO_MOVE
-    assert legal_of(from_boards([chess.Board()])).find([0], [NO_MOVE]).tolist() == [-1]
+    assert move_code(uci, 0) == NO_MOVE
+    assert legal_moves(from_boards([chess.Board()])).find([0], [NO_MOVE]).tolist() == [-1]
 
 
 def test_castling_as_king_takes_rook():
@@ -87,9 +87,9 @@ def test_castling_as_king_takes_rook():
     records = from_boards(boards)
     for row, (short, long) in enumerate((("e1h1", "e1a1"), ("e8h8", "e8a8"))):
         pieces = records["pieces"][[row, row]]
-        codes = castled(pieces, [code_of(short, row), code_of(long, row)])
+        codes = normalise_castling(pieces, [move_code(short, row), move_code(long, row)])
         files = short[0] + short[1]
-        assert codes.tolist() == [code_of(f"{files}g{short[1]}", row), code_of(f"{files}c{short[1]}", row)]
+        assert codes.tolist() == [move_code(f"{files}g{short[1]}", row), move_code(f"{files}c{short[1]}", row)]
     rook = from_boards([chess.Board("3k4/8/8/8/8/8/8/K3R3 w - - 0 1"), chess.Board("3k4/8/8/8/8/8/8/R3KQ2 w - - 0 1")])
-    code = code_of("e1h1", 0)
-    assert castled(rook["pieces"], [code, code]).tolist() == [code, code]
+    code = move_code("e1h1", 0)
+    assert normalise_castling(rook["pieces"], [code, code]).tolist() == [code, code]

@@ -16,7 +16,7 @@ from readers import check_batch
 from matrixlib.data.imports import ParseResult, Part
 from matrixlib.tasks.chess.importers import notation, pgn
 from matrixlib.tasks.chess.importers.import_files import reader_of
-from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split
+from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn, split_games
 from matrixlib.tasks.chess.records import from_boards, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
@@ -61,7 +61,7 @@ def parsed(text: str) -> list[chess.pgn.Game]:
 @pytest.mark.parametrize(("name", "count"), [("masters.pgn", 120), ("engine_matches.pgn", 125)])
 def test_real_games_as_python_chess_reads_them(shared: Path, name: str, count: int) -> None:
     whole = (shared / "games" / name).read_bytes()
-    text = b"".join(tags + moves for tags, moves in list(split(io.BytesIO(whole)))[:count])
+    text = b"".join(tags + moves for tags, moves in list(split_games(io.BytesIO(whole)))[:count])
     result = read(text, repair=True)
     games = [game for game in parsed(text.decode()) if game.variations]
     assert result.entries == count
@@ -85,7 +85,7 @@ def test_parts_are_the_same_games_whatever_the_compression(shared: Path, tmp_pat
         assert b"".join(part.data for part in parts) == data
         found.append([part.data for part in parts])
     assert found.count(found[0]) == len(found)
-    assert [len(list(split(io.BytesIO(part)))) for part in found[0]] == [500, 500, 200]
+    assert [len(list(split_games(io.BytesIO(part)))) for part in found[0]] == [500, 500, 200]
 
 
 TEXTS = {
@@ -98,7 +98,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_line_that_no_text_has_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(notation, "LONGEST", 1 << 12)
+    monkeypatch.setattr(notation, "MAX_LINE_BYTES", 1 << 12)
     data = TEXTS[name] + b"x" * 10_000
     pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstandard.compress}[Path(name).suffix]
     (tmp_path / name).write_bytes(pack(data))
@@ -233,14 +233,14 @@ def test_traps(text: str, games: list[str]) -> None:
 
 def test_a_comment_that_is_never_closed_costs_one_game(tmp_path: Path) -> None:
     good = '[Event "b"]\n\n1. d4 {fine} d5 *\n\n'
-    text = '[Event "a"]\n\n1. e4 {open e5 *\n\n' + good * (pgn.GAMES + 1)
+    text = '[Event "a"]\n\n1. e4 {open e5 *\n\n' + good * (pgn.PART_GAMES + 1)
     (tmp_path / "a.pgn").write_text(text)
     parts = list(Pgn().parts(tmp_path / "a.pgn"))
-    assert [part.first for part in parts] == [0, pgn.GAMES]
+    assert [part.first for part in parts] == [0, pgn.PART_GAMES]
     assert b"".join(part.data for part in parts) == text.encode()
     results = [Pgn().read(part) for part in parts]
-    assert [result.entries for result in results] == [pgn.GAMES, 2]
-    assert [result.stored for result in results] == [pgn.GAMES - 1, 2]
+    assert [result.entries for result in results] == [pgn.PART_GAMES, 2]
+    assert [result.stored for result in results] == [pgn.PART_GAMES - 1, 2]
     (entry,) = results[0].refused
     assert (entry.reason, entry.detail) == ("broken move text", "a comment is not closed")
     assert entry.text == '[Event "a"]\n\n1. e4 {open e5 *\n\n'

@@ -11,7 +11,7 @@ from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.protocol import Go, parse_go, read_position, seconds_for, simulations_for
 
 LINE = "searchmoves infinite ponder startpos fen moves e2e4 e7e8q 0000 -5 0 w KQkq - 8/8/8/8/8/8/8/8"
-WORDS = [*(*protocol.NUMBERS, *LINE.split(), 20 * "9", "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR")]
+WORDS = [*(*protocol.INTEGER_LIMITS, *LINE.split(), 20 * "9", "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR")]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_clock_never_runs_out(left: int, increment: int, moves: int, overhea
 @pytest.mark.parametrize(
     "go, most, simulations",  # Black to move
     [
-        (Go(), 0, protocol.BARE),
+        (Go(), 0, protocol.DEFAULT_SIMULATIONS),
         (Go(), 50, 50),
         (Go(nodes=7), 50, 7),  # asked for by name
         (Go(depth=5), 50, 256),
@@ -100,7 +100,7 @@ def test_the_clock_never_runs_out(left: int, increment: int, moves: int, overhea
         (Go(infinite=True, nodes=9), 0, 9),
         (Go(movetime=100), 50, 50),
         (Go(btime=5), 0, math.inf),
-        (Go(wtime=5), 0, protocol.BARE),  # the opponent's alone
+        (Go(wtime=5), 0, protocol.DEFAULT_SIMULATIONS),  # the opponent's alone
         (Go(mate=3), 0, math.inf),
     ],
 )

@@ -27,11 +27,11 @@ from matrixlib.files import FolderError
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.stockfish import labels, sample
 from matrixlib.tasks.chess.stockfish.client import EngineError
-from matrixlib.tasks.chess.stockfish.labels import Label, weights_of
+from matrixlib.tasks.chess.stockfish.labels import Label, level_weights
 from matrixlib.tasks.chess.stockfish.sample import (
-    GAMES,
+    GAMES_FILE,
     Parameters,
-    ending_of,
+    game_outcome,
     generate,
     make_set,
     pack,
@@ -64,7 +64,7 @@ def fake_game(_engine: object, number: int, parameters: Parameters) -> tuple[lis
     mate = iter(["f2f3", "e7e5", "g2g4", "d8h4"] if number % 5 == 0 else [])
     while True:
         seen[position_key(board)] += 1
-        end = ending_of(board, seen[position_key(board)], parameters.plies)
+        end = game_outcome(board, seen[position_key(board)], parameters.plies)
         if end is not None:
             return moves, [0] * len(moves), *end
         moves.append(chess.Move.from_uci(next(mate, rng.choice(list(board.legal_moves)).uci())))
@@ -74,14 +74,14 @@ def fake_game(_engine: object, number: int, parameters: Parameters) -> tuple[lis
 def make_work(folder: Path, count: int) -> Path:
     """A work folder as `generate` leaves it, played and labelled at random."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"format": sample.FORMAT, "engine": ENGINE, "parameters": {"seed": RANDOM.seed, "plies": RANDOM.plies}}
-    if not (folder / sample.FACTS).exists():
-        (folder / sample.FACTS).write_text(json.dumps(facts))
+    facts = {"format": sample.WORK_FORMAT, "engine": ENGINE, "parameters": {"seed": RANDOM.seed, "plies": RANDOM.plies}}
+    if not (folder / sample.FACTS_FILE).exists():
+        (folder / sample.FACTS_FILE).write_text(json.dumps(facts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "play_game", fake_game)
         patch.setattr(sample, "label", fake_label)
         made = [sample.make_game(None, number, RANDOM) for number in range(count)]  # type: ignore[arg-type]
-    (folder / GAMES).write_text("".join(json.dumps(game) + "\n" for game in made))
+    (folder / GAMES_FILE).write_text("".join(json.dumps(game) + "\n" for game in made))
     return folder
 
 
@@ -153,7 +153,7 @@ def test_killed_work_goes_on_to_the_same_bytes(made, stockfish, tmp_path):
     script.write_text(KILLED.format(folder=str(folder), parameters=parameters, stockfish=str(stockfish)))
     process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
     deadline = time.monotonic() + 60
-    while not (folder / GAMES).exists() or not (folder / GAMES).stat().st_size:
+    while not (folder / GAMES_FILE).exists() or not (folder / GAMES_FILE).stat().st_size:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -162,15 +162,15 @@ def test_killed_work_goes_on_to_the_same_bytes(made, stockfish, tmp_path):
     else:
         process.kill()
     process.wait()
-    kept = (folder / GAMES).read_bytes()
-    with open(folder / GAMES, "ab") as file:
+    kept = (folder / GAMES_FILE).read_bytes()
+    with open(folder / GAMES_FILE, "ab") as file:
         file.write(b'{"game": 1, "resu')  # half a line
     generate(folder, 4, TINY, stockfish, workers=2, progress=False, games_per_chunk=2)
-    whole = (folder / GAMES).read_bytes()
+    whole = (folder / GAMES_FILE).read_bytes()
     assert whole.startswith(kept)
-    assert whole == (made / GAMES).read_bytes()
+    assert whole == (made / GAMES_FILE).read_bytes()
     assert generate(folder, 4, TINY, stockfish, progress=False)["games"] == 10, "whole chunks"
-    assert (folder / GAMES).read_bytes().startswith(whole)
+    assert (folder / GAMES_FILE).read_bytes().startswith(whole)
 
 
 def test_a_folder_of_other_work_is_refused(made, stockfish):
@@ -189,7 +189,7 @@ def test_a_worker_that_fails_stops_the_work(tmp_path):
     engine = fake_engine(tmp_path, GREETING.format(go="sys.exit(9)"))
     with pytest.raises(EngineError, match="exit status 9"):
         generate(tmp_path / "work", 4, TINY, engine, workers=2, progress=False)
-    assert not (tmp_path / "work" / GAMES).read_bytes()
+    assert not (tmp_path / "work" / GAMES_FILE).read_bytes()
 
 
 # Shards
@@ -212,7 +212,7 @@ def test_records_and_targets_are_those_of_the_games_and_labels(work, packed):
             index = batch["policy_index"][start:stop].tolist()
             assert index == sorted(policy_index(move, board.turn) for move in board.legal_moves)
             wdl, level = fake_label(None, board)
-            expected = weights_of(np.array(level), np.array([0, len(level)]))
+            expected = level_weights(np.array(level), np.array([0, len(level)]))
             assert batch["policy_weight"][start:stop].tolist() == expected.tolist()
             np.testing.assert_allclose(record["wdl"] / 65535, np.array(wdl) / 1000, atol=1e-4)
     assert found[2] > 0
@@ -257,7 +257,7 @@ def test_an_empty_or_damaged_folder_is_refused(work, tmp_path):
     empty = make_work(tmp_path / "work", 0)
     with pytest.raises(ValueError, match="no finished game"):
         pack(empty, tmp_path / "out")
-    (empty / GAMES).write_text('{"game": 0, "resu\n')
+    (empty / GAMES_FILE).write_text('{"game": 0, "resu\n')
     with pytest.raises(ValueError, match=r"games\.jsonl, line 1 is damaged"):
         pack(empty, tmp_path / "out")
 
@@ -277,7 +277,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_made_again_with_more_games_every_shard_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_engine: None
 ) -> None:
-    monkeypatch.setattr(sample, "SHARD", 100)
+    monkeypatch.setattr(sample, "SHARD_RECORDS", 100)
     (tmp_path / "shards" / "imports").mkdir(parents=True)
     note = tmp_path / "shards" / "imports" / "note.txt"
     note.write_text("mine")
@@ -302,7 +302,7 @@ def test_shards_that_others_made_are_left_alone(tmp_path: Path, no_engine: None)
         with pytest.raises(ValueError, match="work: give another folder as `out`"):
             make_set(str(tmp_path / "b"), 2)
         assert {path.name: path.read_bytes() for path in (tmp_path / "b" / "shards").glob("*.npz")} == before
-        facts = make_work(tmp_path / "b" / "work", 1) / sample.FACTS
+        facts = make_work(tmp_path / "b" / "work", 1) / sample.FACTS_FILE
         facts.write_text(facts.read_text().replace(ENGINE, "Other 1"))
 
 

@@ -9,7 +9,7 @@ from test_sample import make_work
 
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.importers.audit import faults
-from matrixlib.tasks.chess.records import LAYOUT, keys_of
+from matrixlib.tasks.chess.records import LAYOUT, position_keys
 from matrixlib.tasks.chess.stockfish import sample as shipped
 from matrixlib.tasks.chess.stockfish.sample import pack, ship, unpack_sample
 from matrixlib.tasks.shipped import MANIFEST, damage, read_manifest
@@ -68,10 +68,10 @@ def test_a_damaged_package_is_refused(package, tmp_path):
     broken.mkdir()
     for path in package.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
-    flip_a_byte(broken / shipped.DATA)
+    flip_a_byte(broken / shipped.DATA_FILE)
     with pytest.raises(ValueError, match=r"sample\.npz\.xz is missing or damaged: install the package again"):
         unpack_sample(tmp_path / "cache", broken)
-    (broken / shipped.DATA).unlink()
+    (broken / shipped.DATA_FILE).unlink()
     with pytest.raises(ValueError, match="missing or damaged"):
         unpack_sample(tmp_path / "cache", broken)
     (broken / MANIFEST).write_text("{")
@@ -100,7 +100,7 @@ def test_the_shipped_set_is_sound(tmp_path):
         assert not faults(batch)
         records, offset = batch["records"], batch["policy_offset"]
         games[shard.meta["split"]].update(records["game"].tolist())
-        keys.update(keys_of(records))
+        keys.update(position_keys(records))
         assert (np.add.reduceat(batch["policy_weight"].astype(np.int64), offset[:-1]) == 65535).all()
         assert (records["wdl"].astype(np.int64).sum(axis=1) == 65535).all()
         assert shard.path.stat().st_size / len(shard) < 250

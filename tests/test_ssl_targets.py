@@ -21,7 +21,7 @@ def truth(board: chess.Board) -> np.ndarray:
 
 
 def result(boards: list[chess.Board]) -> np.ndarray:
-    maps = ssl.targets(records.from_boards(boards))
+    maps = ssl.target_maps(records.from_boards(boards))
     assert maps.shape == (len(boards), 5, 8)
     assert maps.dtype == np.uint8
     return np.unpackbits(maps, axis=2, bitorder="little").astype(bool)
@@ -103,15 +103,15 @@ def test_matrix0_truth(shared: Path) -> None:
 
 
 def test_hidden_squares_follow_their_shares() -> None:
-    hidden = ssl.hide(np.random.default_rng(5), 4000, 0.3, 0.2)
+    hidden = ssl.draw_hidden_squares(np.random.default_rng(5), 4000, 0.3, 0.2)
     assert hidden.shape == (4000, 8)
     assert hidden.dtype == np.uint8
     bits = np.bitwise_count(hidden).sum(1)
     assert abs((bits > 0).mean() - 0.3) < 0.03
     assert abs(bits[bits > 0].mean() / 64 - 0.2) < 0.01
-    again = ssl.hide(np.random.default_rng(5), 4000, 0.3, 0.2)
+    again = ssl.draw_hidden_squares(np.random.default_rng(5), 4000, 0.3, 0.2)
     assert (hidden == again).all()
     rng = np.random.default_rng(6)
-    assert not ssl.hide(rng, 100, 0.0, 0.5).any()
-    assert not ssl.hide(rng, 100, 1.0, 0.0).any()
-    assert (np.bitwise_count(ssl.hide(rng, 500, 1.0, 1e-9)).sum(1) == 1).all()
+    assert not ssl.draw_hidden_squares(rng, 100, 0.0, 0.5).any()
+    assert not ssl.draw_hidden_squares(rng, 100, 1.0, 0.0).any()
+    assert (np.bitwise_count(ssl.draw_hidden_squares(rng, 500, 1.0, 1e-9)).sum(1) == 1).all()

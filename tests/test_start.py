@@ -18,7 +18,7 @@ from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import get_task, load
-from matrixlib.tasks.chess.matrix0 import config_of, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import infer_config, read_checkpoint
 
 SMALL = {"channels": 16, "blocks": 1, "ssl": []}
 
@@ -148,7 +148,7 @@ def test_sources_that_are_of_no_use(source: Path, reports: Path, tmp_path: Path)
 def test_training_goes_on_from_a_checkpoint_of_matrix0(shared: Path, reports: Path) -> None:
     """Its first held-out figures are those of the loaded network."""
     checkpoint = shared / "parity" / "small_ckpt.pt"
-    model = configuration.dump(config_of(read_checkpoint(checkpoint))[0])
+    model = configuration.dump(infer_config(read_checkpoint(checkpoint))[0])
     run = opened(checkpoint, "tuned", model, steps=1)
     net = get_task("chess").network(run.trainer.evaluation_model(), run.config, run.runtime)
     loaded = matrixlib.load(checkpoint)

@@ -24,8 +24,8 @@ from matrixlib.tasks.chess.stockfish.client import (
     parse_info,
     score_of,
 )
-from matrixlib.tasks.chess.stockfish.labels import label, levels, wdl_of_score, weights_of
-from matrixlib.tasks.chess.stockfish.sample import Parameters, ending_of
+from matrixlib.tasks.chess.stockfish.labels import label, level_weights, levels, wdl_of_score
+from matrixlib.tasks.chess.stockfish.sample import Parameters, game_outcome
 
 BLOCK = [
     "info string NNUE evaluation using nn.nnue enabled",
@@ -135,7 +135,7 @@ DEPTHS = Parameters.shallow_depth, Parameters.deep_depth
     ],
 )
 def test_every_way_a_game_ends(fen, occurrences, expected):
-    end = ending_of(chess.Board(fen), occurrences, cap=200)
+    end = game_outcome(chess.Board(fen), occurrences, cap=200)
     assert end == expected
 
 
@@ -164,7 +164,7 @@ def test_labels_do_not_depend_on_order_colour_or_move_number(engine):
 def test_weights_are_a_softmax_at_fifty_centipawns():
     level = np.array([0, 10, 20, 81, 0, 0, 7, 0], dtype=np.uint8)  # rows of 4, 3 and 1 moves
     offset = np.array([0, 4, 7, 8])
-    weight = weights_of(level, offset).astype(np.int64)
+    weight = level_weights(level, offset).astype(np.int64)
     assert np.add.reduceat(weight, offset[:-1]).tolist() == [65535] * 3
     expected = np.exp(-np.array([0, 50, 100]) / 50)
     np.testing.assert_allclose(weight[:3] / 65535, expected / expected.sum(), atol=3e-5)
@@ -179,7 +179,7 @@ def test_weights_are_a_softmax_at_fifty_centipawns():
 def test_weights_of_any_levels_sum_to_all_and_keep_the_order(rows):
     rows = [[0, *row] for row in rows]
     offset = np.cumsum([0, *map(len, rows)])
-    weight = weights_of(np.concatenate(rows).astype(np.uint8), offset).astype(np.int64)
+    weight = level_weights(np.concatenate(rows).astype(np.uint8), offset).astype(np.int64)
     for row, start, stop in zip(rows, offset[:-1], offset[1:], strict=True):
         made = weight[start:stop]
         assert made.sum() == 65535
@@ -194,7 +194,7 @@ def test_weights_of_any_levels_sum_to_all_and_keep_the_order(rows):
         ([500, 100, 90, 80, -40], {1: 60, 2: 40, 3: 10}, [12, 0, 4, 10, 20]),  # the shallow favourite falls behind
         ([30, 20], {1: 50, 0: 0}, [10, 0]),
         ([30], {0: -9}, [0]),
-        ([3 - MATE, 1 - MATE], {0: 3 - MATE, 1: 1 - MATE}, [0, 100 // labels.STEP]),
+        ([3 - MATE, 1 - MATE], {0: 3 - MATE, 1: 1 - MATE}, [0, 100 // labels.LEVEL_CENTIPAWNS]),
     ],
 )
 def test_the_deep_search_overrules_the_shallow_one(shallow, deep, expected):

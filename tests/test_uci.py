@@ -193,7 +193,7 @@ def test_a_full_tree_forgets_and_searches_on(engine: Dialogue, monkeypatch: pyte
     lines = infos(engine.ask("setoption name Hash value 16", "position startpos", "go nodes 1500", until="bestmove"))
     assert " nodes 1500 " in lines[-1]
     assert " hashfull 1000 " in "".join(lines)
-    assert engine.engine.thinker.search.bytes < 16 * 2**14 + 2**17, "one batch more at most"
+    assert engine.engine.game_search.search.bytes < 16 * 2**14 + 2**17, "one batch more at most"
     assert int(re.search(r"nodes (\d+)", infos(engine.ask("go nodes 300", until="bestmove"))[-1])[1]) == 300
 
 

@@ -18,7 +18,7 @@ from matrixlib.tasks.chess.config import ModelConfig
 SQUARES = 64
 SCORE_LIMIT = 50.0  # Matrix0's clamp of attention scores
 MASKED_SCORE = -1e4  # finite in float16, and far below every score
-GROUP = 16  # channels in one GroupNorm group, as in Matrix0
+GROUP_CHANNELS = 16  # channels in one GroupNorm group, as in Matrix0
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "mish": F.mish}
@@ -47,27 +47,27 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels, momentum=momentum)
-    groups = max(1, channels // GROUP)
+    groups = max(1, channels // GROUP_CHANNELS)
     if channels % groups:
         raise ValueError(
             f"GroupNorm: {groups} groups do not divide {channels} channels; let every width of the network "
-            f"be a multiple of {GROUP}, or less than {2 * GROUP}"
+            f"be a multiple of {GROUP_CHANNELS}, or less than {2 * GROUP_CHANNELS}"
         )
     return nn.GroupNorm(groups, channels)
 
 
-def recomputed(block: nn.Module, x: Tensor) -> Tensor:
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     """Activation checkpointing of one block: only `x` is kept, the rest is made again in the backward pass."""
     if torch.compiler.is_compiling():  # it keeps side effects out of the second pass itself
         return checkpoint(block, x, use_reentrant=False)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
     stream = None if backend.replays_rng(x.device) else backend.rng_state(x.device)
-    contexts = lambda: (nullcontext(), _second_pass(norms, x.device, stream))  # noqa: E731
+    contexts = lambda: (nullcontext(), _recomputation(norms, x.device, stream))  # noqa: E731
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _second_pass(norms: list[nn.BatchNorm2d], device: torch.device, stream: Tensor | None) -> Iterator[None]:
+def _recomputation(norms: list[nn.BatchNorm2d], device: torch.device, stream: Tensor | None) -> Iterator[None]:
     """While a block is run again. stream: random state at the first pass, where torch does not replay it."""
     # A momentum of 0 keeps the statistics bit for bit; `track_running_stats` off would change what autograd saves.
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]

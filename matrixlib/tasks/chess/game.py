@@ -19,22 +19,22 @@ from matrixlib.data.shards import Batch, concat, select
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.records import (
+    HASH_MULTIPLIER,
     LAYOUT,
-    MIX,
     UNKNOWN,
-    classes_of,
     from_boards,
-    hashes_of,
     legal_indices,
     move_from_index,
+    piece_classes,
     play,
+    position_hashes,
     to_board,
 )
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
 
-def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
+def open_tablebases(folder: str | Path) -> chess.syzygy.Tablebase:
     """The Syzygy tables of a folder. ValueError if it has none."""
     tables = chess.syzygy.Tablebase()
     try:
@@ -67,14 +67,14 @@ class ChessGame:
     def play(self, states: States, moves: Moves) -> States:
         """The positions after a legal move in each."""
         code = bitboard.POLICY_MOVE[moves]
-        piece = np.take_along_axis(classes_of(states["pieces"]), (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
+        piece = np.take_along_axis(piece_classes(states["pieces"]), (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
         queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
         return play(states, code | queens.astype(np.uint16) << np.uint16(14))
 
     def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
         """Values (N,) of finished games, NaN elsewhere."""
         values = np.full(len(states), np.nan, np.float32)
-        values[(states["halfmove"] >= 100) | (states["repetition"] >= 2) | dead(states["pieces"])] = 0
+        values[(states["halfmove"] >= 100) | (states["repetition"] >= 2) | insufficient_material(states["pieces"])] = 0
         stuck = np.flatnonzero(counts == 0)
         values[stuck] = np.where(bitboard.in_check(states["pieces"][stuck]), -1, 0)
         return values
@@ -85,7 +85,7 @@ class ChessGame:
 
     def key(self, states: States) -> NDArray[np.uint64]:
         """(N,) hashes of pieces, side, castling rights and legal en passant: of what a repetition repeats."""
-        return hashes_of(states) ^ states["side"] * MIX
+        return position_hashes(states) ^ states["side"] * HASH_MULTIPLIER
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
         """The states with their number of earlier occurrences."""
@@ -138,7 +138,7 @@ class ChessGame:
         return str(written)
 
 
-def refuse_over(game: ChessGame, states: States) -> None:
+def check_not_over(game: ChessGame, states: States) -> None:
     """ValueError, naming the first, where the game is over in one of these states, by a draw without a claim too."""
     values = game.terminal(states, np.diff(game.legal(states)[1]))
     for i in np.flatnonzero(~np.isnan(values))[:1]:
@@ -168,7 +168,7 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
     return concat(parts, LAYOUT)
 
 
-def dead(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def insufficient_material(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Positions (N,) with too little material to mate: python-chess's `is_insufficient_material`."""
     boards = bitboard.bitboards(pieces)
     mighty = (boards[:, [0, 3, 4, 6, 9, 10]] != 0).any(1)

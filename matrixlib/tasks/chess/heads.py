@@ -48,4 +48,4 @@ class Head(ABC):
         """Sum of `row_losses` over the rows without hidden squares, and sums of the metrics."""
         output, target = outputs[self.name], batch[self.name]
         metrics = self.row_metrics(output, target)
-        return losses.sums(self.row_losses(output, target), losses.plain_rows(batch), metrics)
+        return losses.sums(self.row_losses(output, target), losses.visible_rows(batch), metrics)

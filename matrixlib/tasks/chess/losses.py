@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from matrixlib.tasks.chess.config import LossConfig
 
-FILL = -1e9  # logit of a pad: finite, so that nothing times it is NaN
-PAD = -1  # policy index of a pad
-UNKNOWN = 2  # result
+PAD_LOGIT = -1e9  # logit of a pad: finite, so that nothing times it is NaN
+PAD_INDEX = -1  # policy index of a pad
+UNKNOWN_RESULT = 2  # result
 Sums = dict[str, Tensor]
 
 
@@ -25,7 +25,7 @@ def sums(values: Tensor, valid: Tensor, metrics: Mapping[str, Tensor]) -> tuple[
     return torch.where(valid, values, 0.0).sum(), totals
 
 
-def plain_rows(batch: Mapping[str, Tensor]) -> Tensor:
+def visible_rows(batch: Mapping[str, Tensor]) -> Tensor:
     """(B,) bool: rows whose whole board is shown; the others train the piece head alone."""
     if "hidden" not in batch:
         return torch.ones(len(batch["pieces"]), dtype=torch.bool, device=batch["pieces"].device)
@@ -34,17 +34,17 @@ def plain_rows(batch: Mapping[str, Tensor]) -> Tensor:
 
 def policy_rows(index: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     """(B,) bool: rows with a policy target, that is some weight on a listed move, of index and weight (B, L)."""
-    return rows & _given(torch.where(index != PAD, weight, 0.0))
+    return rows & _has_target(torch.where(index != PAD_INDEX, weight, 0.0))
 
 
 def policy_target(index: Tensor, weight: Tensor) -> Tensor:
     """(B, L) fp32 distribution over the listed moves, 0 at pads; all 0 in rows without weight."""
-    weight = torch.where(index != PAD, weight.float(), 0.0)
+    weight = torch.where(index != PAD_INDEX, weight.float(), 0.0)
     total = weight.sum(1, keepdim=True)
     return weight / torch.where(total > 0, total, 1.0)
 
 
-def learned_target(target: Tensor, index: Tensor, options: LossConfig) -> Tensor:
+def training_target(target: Tensor, index: Tensor, options: LossConfig) -> Tensor:
     """What the policy learns in place of a target (B, L): the best moves alone in equal parts (`best_move`), or
     p^(1/T) with a sum of 1; then (1 - e) of it + e / n over the n listed moves, never over pads or illegal moves
     (label smoothing, Szegedy et al. 2016). Rows of zeros stay but for the smoothing.
@@ -56,7 +56,7 @@ def learned_target(target: Tensor, index: Tensor, options: LossConfig) -> Tensor
     elif temperature != 1:
         powers = (target / torch.where(most > 0, most, 1.0)).pow(1 / temperature)
         target = powers / powers.sum(1, keepdim=True).clamp(min=1)
-    legal = index != PAD
+    legal = index != PAD_INDEX
     share = options.label_smoothing / legal.sum(1, keepdim=True).clamp(min=1)
     return torch.where(legal, (1 - options.label_smoothing) * target + share, 0.0)
 
@@ -71,20 +71,20 @@ def legal_logits(logits: Tensor, index: Tensor) -> Tensor:
     picked = logits.float()
     if logits.shape != index.shape:
         picked = picked.gather(1, index.clamp(min=0).long())
-    return torch.where(index != PAD, picked, FILL)
+    return torch.where(index != PAD_INDEX, picked, PAD_LOGIT)
 
 
 def policy_loss(
     logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, options: LossConfig
 ) -> tuple[Tensor, Sums]:
-    """Cross-entropy with the `learned_target` over the legal moves, summed over `policy_rows`.
+    """Cross-entropy with the `training_target` over the legal moves, summed over `policy_rows`.
 
     logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of any scale.
     With a temperature T the logits, too, are taken as p^(1/T), so that they stay those of the target itself. Metrics,
     which know of neither: `top1`, `top3`, `top5` (one of so many best moves is one of the target's best), `kl` to the
     target without smoothing, `skipped` (rows without a target, so per valid row after division).
     """
-    valid, legal = policy_rows(index, weight, rows), index != PAD
+    valid, legal = policy_rows(index, weight, rows), index != PAD_INDEX
     scores, target = legal_logits(logits, index), policy_target(index, weight)
     log_p = torch.where(legal, scores.log_softmax(1), 0.0)
     temperature = options.policy_temperature
@@ -94,13 +94,13 @@ def policy_loss(
         hits = right.gather(1, scores.topk(min(5, scores.shape[1]), dim=1).indices)
         metrics = {f"top{k}": hits[:, :k].any(1) for k in (1, 3, 5)}
         metrics["kl"] = -(target * log_p).sum(1) - entropy(target)
-    loss, totals = sums(-(learned_target(target, index, options) * learner).sum(1), valid, metrics)
+    loss, totals = sums(-(training_target(target, index, options) * learner).sum(1), valid, metrics)
     return loss, totals | {"skipped": (rows & ~valid).sum().float()}
 
 
 def policy_floor(index: Tensor, weight: Tensor, rows: Tensor, options: LossConfig) -> float:
     """Least sum of `policy_loss`: the entropy of what is learned."""
-    target = learned_target(policy_target(index, weight), index, options)
+    target = training_target(policy_target(index, weight), index, options)
     return float(entropy(target[policy_rows(index, weight, rows)].double()).sum())
 
 
@@ -110,8 +110,8 @@ def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tens
     With s = result_share: (1 - s) wdl + s one_hot(result). An unknown part (wdl all 0, result 2) has no weight, and the
     other takes all of it unless s gives it none. Rows with nothing have a target of zeros.
     """
-    share_wdl = (1 - result_share) * _given(wdl).float()
-    share_result = result_share * (result != UNKNOWN).float()
+    share_wdl = (1 - result_share) * _has_target(wdl).float()
+    share_result = result_share * (result != UNKNOWN_RESULT).float()
     classes = torch.arange(3, device=wdl.device)  # win 1 -> 0, draw 0 -> 1, loss -1 -> 2
     one_hot = (1 - result.long())[:, None].eq(classes).float()
     total = share_wdl + share_result
@@ -185,7 +185,7 @@ def calibrated(scores: Tensor, positive: float) -> Tensor:
     return scores - math.log(positive)
 
 
-def _given(target: Tensor) -> Tensor:
+def _has_target(target: Tensor) -> Tensor:
     """(B,) bool: rows of a target (B, n) that is not all 0."""
     # One with a NaN counts: left out, it would make the gradient alone NaN, which passes for an overflow of fp16.
     return ~(target.sum(1) <= 0)

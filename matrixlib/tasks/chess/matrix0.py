@@ -44,20 +44,20 @@ DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
     "enable_visual": False,
     "ssl_tasks": ["piece"],
 }
-IGNORED = frozenset(  # of no effect on the network at the commits that this module reads
+IGNORED_FIELDS = frozenset(  # of no effect on the network at the commits that this module reads
     {"visual_encoder_channels", "ssl_curriculum", "ssrl_tasks", "enable_llm_tutor", "llm_model_path"}
 )
-PUBLISHED: dict[str, Any] = {  # its published network: what shapes do not show, for files that do not say it either
+PUBLISHED_OPTIONS: dict[str, Any] = {  # of the published network, for files that do not store their options
     "preact": True,
     "activation": "silu",
     "attention_unmasked_mix": 0.2,
     "attention_heads": 20,
     "droppath": 0.1,
 }
-SCHEMAS = ("model_ema", "model", "model_state_dict")  # where weights stand in a checkpoint, in Matrix0's order
-ALIAS, ORIGINAL = "ssl_head.", "ssl_piece_head."  # keys that repeat the tensors of other keys
+WEIGHT_KEYS = ("model_ema", "model", "model_state_dict")  # where weights stand in a checkpoint, in Matrix0's order
+ALIAS_PREFIX, ORIGINAL_PREFIX = "ssl_head.", "ssl_piece_head."  # keys that repeat the tensors of other keys
 WRAPPERS = r"^((_orig_mod|module)\.)+"  # prefixes of torch.compile and DataParallel
-NAMES = (  # ours -> its, one after the other
+KEY_RENAMES = (  # ours -> its, one after the other
     (r"^stem\.conv", "stem.0"),
     (r"^stem\.norm", "stem.1"),
     (r"\.input\.conv", ".0"),
@@ -89,9 +89,9 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
     options that we do not have. Its blocks never read `norm` (BatchNorm always, momentum 0.9); a mix of 1 or more means
     masked attention alone, 0 or less unmasked alone.
     """
-    if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED):
+    if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED_FIELDS):
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
-    options = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED}
+    options = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED_FIELDS}
     supported: dict[str, Any] = {"planes": PLANES, "policy_size": MOVES, "wdl": False, "enable_visual": False}
     supported["aux_policy_move_type"] = options["aux_policy_from_square"]
     if options["chess_features"]:
@@ -133,20 +133,20 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
 
 def matrix0_name(name: str) -> str:
     """Matrix0's key for a parameter or buffer of ours."""
-    for pattern, replacement in NAMES:
+    for pattern, replacement in KEY_RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
-def fitting(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
+def convert_weights(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
     """The weights in a checkpoint's dict, the first of SCHEMAS or the dict itself, under our names for a network with
     the tensors `own`. ValueError names keys that are not finite or no tensors, and files without weights. Unknown keys
     stay for the network to refuse; BatchNorm's counters, which averaged weights lack, it sets to 0 itself.
     """
-    state = _choose(data)
+    state = _find_weights(data)
     names = {matrix0_name(name): name for name in own}
-    for key in [key for key in state if key.startswith(ALIAS)]:
-        twin = state.get(key.replace(ALIAS, ORIGINAL))
+    for key in [key for key in state if key.startswith(ALIAS_PREFIX)]:
+        twin = state.get(key.replace(ALIAS_PREFIX, ORIGINAL_PREFIX))
         if twin is not None and torch.equal(state[key], twin):
             del state[key]
     if bad := [key for key, tensor in state.items() if not torch.isfinite(tensor).all()]:
@@ -155,24 +155,25 @@ def fitting(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
     return {name: tensor.flatten(1) if POINTWISE.fullmatch(name) else tensor for name, tensor in loaded.items()}
 
 
-def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
+def infer_config(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
     """Our options for the network of a checkpoint's dict: from the shapes of its weights, from its `config` where that
     is Matrix0's, and for the rest PUBLISHED, which the message names. ValueError as `matrix0_config`'s, and where there
     are no weights of Matrix0.
     """
-    state = _choose(data)
+    state = _find_weights(data)
     if "stem.0.weight" not in state:
         raise ValueError("these are no weights of Matrix0's network: its first layer, stem.0.weight, is missing")
     sections = [data.get(name) for name in ("model_config", "config")]
     stored = {k: v for part in sections if isinstance(part, Mapping) for k, v in part.items() if k in DEFAULTS}
-    shapes = _shapes(state)
-    unknown = [k for k in PUBLISHED if k not in stored | shapes and (shapes["attention"] or k[:9] != "attention")]
-    listed = ", ".join(f"{key} {PUBLISHED[key]}" for key in unknown)
+    shapes = _options_from_shapes(state)
+    missing = PUBLISHED_OPTIONS.keys() - stored.keys() - shapes.keys()
+    unknown = [k for k in PUBLISHED_OPTIONS if k in missing and (shapes["attention"] or k[:9] != "attention")]
+    listed = ", ".join(f"{key} {PUBLISHED_OPTIONS[key]}" for key in unknown)
     message = f"the file does not say how it was configured; as in Matrix0's own: {listed}" if unknown else ""
-    return matrix0_config(PUBLISHED | stored | shapes), message
+    return matrix0_config(PUBLISHED_OPTIONS | stored | shapes), message
 
 
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _options_from_shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the shapes of weights say of a NetConfig."""
     found = [re.fullmatch(r"tower\.(\d+)\.(conv1|qkv|se_fc1)\.weight", key) for key in state]
     numbers = {kind: sorted(int(m[1]) for m in found if m and m[2] == kind) for kind in ("conv1", "qkv", "se_fc1")}
@@ -184,7 +185,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "chess_features": "chess_features.position_encoding" in state,
         "attention": bool(numbers["qkv"]),
         "se": bool(numbers["se_fc1"]),
-        "self_supervised": any(key.startswith((ALIAS, ORIGINAL)) for key in state),
+        "self_supervised": any(key.startswith((ALIAS_PREFIX, ORIGINAL_PREFIX)) for key in state),
         "policy_factor_rank": len(state.get("policy_fc1.weight", ())),
         "aux_policy_from_square": "aux_from_square.0.weight" in state,
         "aux_policy_move_type": "aux_move_type.0.weight" in state,
@@ -202,8 +203,9 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The dict in a file, for `config_of` and `fitting`; numpy numbers (Matrix0's scheduler leaves some) are allowed
-    beside tensors. ValueError where it holds anything else, is damaged or cannot be read.
+    """Load a checkpoint's dict of tensors and numbers, for `infer_config` and `convert_weights`.
+
+    NumPy scalars are allowed: Matrix0's scheduler stores some. ValueError for any other content and a damaged file.
     """
     scalar: Any = np.float64(0).__reduce__()[0]
     name = Path(path).name
@@ -222,18 +224,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return data
 
 
-def _is_whole(value: object) -> bool:
+def _is_stored(value: object) -> bool:
     """Whether it is a tensor of which every number is stored: a view that repeats one may claim any size."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def _choose(data: Mapping[str, Any]) -> dict[str, Tensor]:
+def _find_weights(data: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights without wrappers' prefixes, by the precedence of SCHEMAS."""
-    weights = next((data[key] for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]), data)
-    bad = sorted(str(key) for key, value in weights.items() if not _is_whole(value))
+    weights = next((data[key] for key in WEIGHT_KEYS if isinstance(data.get(key), Mapping) and data[key]), data)
+    bad = sorted(str(key) for key, value in weights.items() if not _is_stored(value))
     if bad or not weights:
         held = ", ".join(bad[:8]) or "nothing"
-        raise ValueError(f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors alone; there is {held}")
+        raise ValueError(
+            f"no weights found: expected {', '.join(WEIGHT_KEYS)} or a dict of tensors alone; there is {held}"
+        )
     return {re.sub(WRAPPERS, "", str(key)): value for key, value in weights.items()}

@@ -24,8 +24,8 @@ from matrixlib.tasks.chess.blocks import (
     ChessFeatures,
     ConvNorm,
     ResidualBlock,
+    checkpointed,
     in_fp32,
-    recomputed,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.planes import PLANES, move_keys
@@ -37,13 +37,13 @@ MOVE_PLANES = 73
 MOVES = SQUARES * MOVE_PLANES
 AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
-HEAD_INIT = 0.1  # scale of the last layer of each head; exact zeros would cut the trunk off from the gradient
-PLAY_HEADS = frozenset({"policy", "value"})
-RESERVED = PLAY_HEADS | {"features", "stream"}
+HEAD_INIT_SCALE = 0.1  # scale of the last layer of each head; exact zeros would cut the trunk off from the gradient
+DEFAULT_HEADS = frozenset({"policy", "value"})
+RESERVED_NAMES = DEFAULT_HEADS | {"features", "stream"}
 Trunk = Callable[[ModelConfig], nn.Module]
 
 
-def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEADS, backward: bool = False) -> int:
+def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_HEADS, backward: bool = False) -> int:
     """Floating-point operations of one forward pass for ONE position (a multiply-add is two), maybe with the backward
     pass: convolutions, linear layers and attention products. planes: that the network takes. heads: as in
     PolicyValueNet.forward.
@@ -68,7 +68,7 @@ def training_flops(
     return flops(net, PLANES, heads, backward=True)
 
 
-class MovePairs(nn.Module):
+class AttentionPolicy(nn.Module):
     """Leela's attention policy: squares (B, 64, C) -> (B, 4672) fp32 logits, or of `moves` (B, L) alone, 0 in pads.
 
     A logit is the product of a query of the from-square with a key of the to-square (of an under-promotion plus one of
@@ -91,13 +91,13 @@ class MovePairs(nn.Module):
         query, key = self.query(squares), self.key(squares).float()
         query = query * key.shape[2] ** -0.5
         if moves is not None:
-            return self._listed(query.float(), key, moves)
+            return self._logits_of(query.float(), key, moves)
         keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
         # products and bias apart: torch's one operation for both is a quarter slower on a CPU, and so is a gather
         pairs = in_fp32(torch.matmul, query, keys.transpose(1, 2)) + self.bias
         return pairs.flatten(1).index_select(1, self.place)
 
-    def _listed(self, query: Tensor, key: Tensor, moves: Tensor) -> Tensor:
+    def _logits_of(self, query: Tensor, key: Tensor, moves: Tensor) -> Tensor:
         known = moves >= 0
         place = self.place[moves[known].long()]
         column, first = place % self.bias.shape[1], SQUARES * known.nonzero()[:, 0]
@@ -128,7 +128,7 @@ class PolicyHead(nn.Module):
         if options.kind == "conv":
             self.planes = nn.Conv2d(options.channels, MOVE_PLANES, 1)
         elif options.kind == "attention":
-            self.pairs = MovePairs(options.channels, options.rank, config.encoding)
+            self.pairs = AttentionPolicy(options.channels, options.rank, config.encoding)
         elif options.kind == "dense":
             self.dense = nn.Linear(flat, MOVES)
         else:
@@ -137,16 +137,16 @@ class PolicyHead(nn.Module):
         self.logit_norm = nn.LayerNorm(MOVES) if options.logit_norm else None
 
     @property
-    def last(self) -> nn.Module:
+    def output_layer(self) -> nn.Module:
         """The layer that gives the logits."""
         names = {"conv": "planes", "attention": "pairs.key", "dense": "dense", "factored": "expand"}
         return self.get_submodule(names[self.kind])
 
-    def limit(self, x: Tensor, factor: float = 1.0) -> Tensor:
+    def clamped(self, x: Tensor, factor: float = 1.0) -> Tensor:
         return x.clamp(-factor * self.clamp, factor * self.clamp) if self.clamp else x
 
     def forward(self, x: Tensor, moves: Tensor | None = None) -> Tensor:
-        x = self.dropout(self.limit(self.input(x)))
+        x = self.dropout(self.clamped(self.input(x)))
         if self.kind == "conv":
             planes = in_fp32(self.planes, x)
             logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
@@ -154,13 +154,13 @@ class PolicyHead(nn.Module):
             squares = (x.flip(2) if self.flip else x).flatten(2).transpose(1, 2)
             logits = self.pairs(squares, moves if self.logit_norm is None else None)
         elif self.kind == "dense":
-            logits = self.limit(in_fp32(self.dense, x.flatten(1)), 2)
+            logits = self.clamped(in_fp32(self.dense, x.flatten(1)), 2)
         else:
-            inner = self.limit(F.relu(self.reduce(x.flatten(1))), 2)
-            logits = self.limit(in_fp32(self.expand, inner), 2)
+            inner = self.clamped(F.relu(self.reduce(x.flatten(1))), 2)
+            logits = self.clamped(in_fp32(self.expand, inner), 2)
         if self.logit_norm is not None:
             logits = self.logit_norm(logits.float())
-        return self.limit(logits.float())
+        return self.clamped(logits.float())
 
 
 class ValueHead(nn.Module):
@@ -219,7 +219,7 @@ class PolicyValueNet(nn.Module):
         if trunk is None:
             self.stem = ConvNorm(config, PLANES, width, 3)
             self.features = ChessFeatures(config) if config.chess_features else None
-            self.tower = nn.ModuleList(_tower(config))
+            self.tower = nn.ModuleList(_build_tower(config))
         self.policy_head = PolicyHead(config)
         self.value_head = ValueHead(config)
         inner = max(1, width // 2)
@@ -227,11 +227,12 @@ class PolicyValueNet(nn.Module):
         auxiliary = AUXILIARY_CHANNELS.items() if config.auxiliary else ()
         self.auxiliary = nn.ModuleDict({name: SquareHead(config, AUXILIARY_WIDTH, n) for name, n in auxiliary})
         self.auxiliary.requires_grad_(False)
-        _initialise(self, depth(config))
-        self.own_trunk = None if trunk is None else _checked(trunk(config), config)
+        _initialise(self, tower_depth(config))
+        self.own_trunk = None if trunk is None else _check_trunk(trunk(config), config)
         names = [head.name for head in heads]
-        if bad := [name for name in names if name in RESERVED or name.startswith("ssl_") or names.count(name) > 1]:
-            raise ValueError(f"heads: the name '{bad[0]}' is taken; call your head otherwise")
+        for name in names:
+            if name in RESERVED_NAMES or name.startswith("ssl_") or names.count(name) > 1:
+                raise ValueError(f"heads: the name '{name}' is taken; rename your head")
         self.own_heads = nn.ModuleDict({head.name: head.build(config) for head in heads})
 
     def forward(
@@ -245,8 +246,8 @@ class PolicyValueNet(nn.Module):
         (B, c, 8, 8) logits}, own head: (B, ...), "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of
         `trunk`} what `heads` names, all fp32 but the last two.
         """
-        names = PLAY_HEADS if heads is None else heads
-        known = {*RESERVED, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
+        names = DEFAULT_HEADS if heads is None else heads
+        known = {*RESERVED_NAMES, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
         if unknown := sorted(names - known):
             raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         stream: list[Tensor] | None = [] if "stream" in names else None
@@ -268,7 +269,7 @@ class PolicyValueNet(nn.Module):
         """The layers that take the planes and those that give the outputs; of parts of one's own the whole heads."""
         first = [self.stem] if self.own_trunk is None else []
         squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
-        return [*first, self.policy_head.last, self.value_head.fc3, *squares, *self.own_heads.values()]
+        return [*first, self.policy_head.output_layer, self.value_head.fc3, *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
         """What a network that is cut over ranks gathers one at a time."""
@@ -289,13 +290,13 @@ class PolicyValueNet(nn.Module):
         for number, block in enumerate(self.tower, start=1):
             if stream is not None:
                 stream.append(x)
-            x = recomputed(block, x) if every and number % every == 0 else block(x)
+            x = checkpointed(block, x) if every and number % every == 0 else block(x)
         if stream is not None:
             stream.append(x)
         return x
 
 
-def _checked(trunk: nn.Module, config: ModelConfig) -> nn.Module:
+def _check_trunk(trunk: nn.Module, config: ModelConfig) -> nn.Module:
     """A trunk of one's own, tried on one position."""
     device = next((parameter.device for parameter in trunk.parameters()), torch.device("cpu"))
     with torch.no_grad():
@@ -310,18 +311,18 @@ def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
     if not rows or rows >= len(x):
         return head(x)
     again = torch.is_grad_enabled()
-    return torch.cat([recomputed(head, part) if again else head(part) for part in x.split(rows)])
+    return torch.cat([checkpointed(head, part) if again else head(part) for part in x.split(rows)])
 
 
-def depth(config: ModelConfig) -> int:
+def tower_depth(config: ModelConfig) -> int:
     """Blocks of the tower."""
     every = config.attention.every
     return config.blocks + (config.blocks // every if every else 0)
 
 
-def _tower(config: ModelConfig) -> list[nn.Module]:
+def _build_tower(config: ModelConfig) -> list[nn.Module]:
     """Residual blocks, an attention block after every k-th; DropPath grows linearly from 0 to its rate."""
-    every, count = config.attention.every + 1, depth(config)
+    every, count = config.attention.every + 1, tower_depth(config)
     kinds = [AttentionBlock if every > 1 and k % every == 0 else ResidualBlock for k in range(1, count + 1)]
     return [kind(config, config.droppath * index / max(1, count - 1)) for index, kind in enumerate(kinds)]
 
@@ -339,11 +340,12 @@ def _initialise(net: PolicyValueNet, blocks: int) -> None:
         if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, PolicyHead):
-            scaled.append((module.logit_norm or module.last, HEAD_INIT))
+            scaled.append((module.logit_norm or module.output_layer, HEAD_INIT_SCALE))
         elif isinstance(module, ValueHead):
-            scaled += [(module.fc3, HEAD_INIT), (module.attention, HEAD_INIT)]  # all squares weigh about the same
+            # Attention pooling starts close to uniform
+            scaled += [(module.fc3, HEAD_INIT_SCALE), (module.attention, HEAD_INIT_SCALE)]
         elif isinstance(module, SquareHead):
-            scaled.append((module.out, HEAD_INIT))
+            scaled.append((module.out, HEAD_INIT_SCALE))
         elif isinstance(module, AttentionBlock) and not module.post:
             scaled.append((module.proj, blocks**-0.5))
         elif isinstance(module, ResidualBlock) and (module.preact or module.activation is F.relu):

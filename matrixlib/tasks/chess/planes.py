@@ -53,7 +53,7 @@ def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
         en_passant = board.new_zeros(len(board), 1, 8, 8)
         en_passant[:, 0, 5] = state[:, EN_PASSANT, None].eq(file).float()
         clock = state[:, HALFMOVE, None].float() / 100
-        return torch.cat([board, _whole(scalars), en_passant, _whole(clock)], dim=1)
+        return torch.cat([board, _constant_planes(scalars), en_passant, _constant_planes(clock)], dim=1)
     black = state[:, SIDE].ne(0)
     # Rows run from rank 8: White's board is turned over; Black's, mirrored already, only swaps colours.
     turned = torch.cat([board[:, 6:], board[:, :6]], dim=1)
@@ -69,10 +69,10 @@ def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
         ],
         dim=1,
     )
-    return torch.cat([board, _whole(scalars)], dim=1)
+    return torch.cat([board, _constant_planes(scalars)], dim=1)
 
 
-def _whole(values: Tensor) -> Tensor:
+def _constant_planes(values: Tensor) -> Tensor:
     return values[:, :, None, None].expand(-1, -1, 8, 8)
 
 

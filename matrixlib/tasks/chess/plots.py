@@ -20,12 +20,12 @@ from matrixlib.tasks.chess.task import boards_of
 if TYPE_CHECKING:
     from IPython.display import HTML
 
-CLASSES = {"piece": [*"PNBRQKpnbrqk", "."], "control": ["theirs", "even", "ours"]}
-COLOURS = {"piece": "tab20", "control": "PRGn"}  # of classes; of probabilities, PROBABLE
-HIDDEN = "#3a6ea5"  # of squares that the piece head has to guess
-PROBABLE = "Oranges"  # white where nothing is, so that the pieces are seen
-ARROWS = 5
-SIZE = 220  # pixels of a board
+CLASS_NAMES = {"piece": [*"PNBRQKpnbrqk", "."], "control": ["theirs", "even", "ours"]}
+CLASS_COLOURMAPS = {"piece": "tab20", "control": "PRGn"}  # of classes; of probabilities, PROBABLE
+HIDDEN_COLOUR = "#3a6ea5"  # of squares that the piece head has to guess
+PROBABILITY_COLOURMAP = "Oranges"  # white where nothing is, so that the pieces are seen
+MAX_ARROWS = 5
+BOARD_PIXELS = 220  # pixels of a board
 
 
 class Card(NamedTuple):
@@ -38,7 +38,7 @@ class Card(NamedTuple):
     note: str = ""
 
 
-def boards(cards: Sequence[Card], size: int = SIZE, heading: str = "") -> "HTML":
+def boards(cards: Sequence[Card], size: int = BOARD_PIXELS, heading: str = "") -> "HTML":
     """Cards side by side, `size` pixels each, as a cell displays them. heading: HTML above them."""
     from IPython.display import HTML
 
@@ -65,13 +65,13 @@ def boards(cards: Sequence[Card], size: int = SIZE, heading: str = "") -> "HTML"
 def arrows(moves: Mapping[str, float]) -> list[chess.svg.Arrow]:
     """The likeliest moves (UCI -> share), the more opaque the larger their share."""
     found = []
-    for uci, share in sorted(moves.items(), key=lambda item: item[1])[-ARROWS:]:
+    for uci, share in sorted(moves.items(), key=lambda item: item[1])[-MAX_ARROWS:]:
         move, alpha = chess.Move.from_uci(uci), round(255 * (0.3 + 0.6 * min(share, 1.0)))
         found.append(chess.svg.Arrow(move.from_square, move.to_square, color=f"#15406b{alpha:02x}"))
     return found
 
 
-def shares_of(batch: Mapping[str, Tensor], row: int, board: chess.Board) -> dict[str, float]:
+def target_moves(batch: Mapping[str, Tensor], row: int, board: chess.Board) -> dict[str, float]:
     """UCI -> share of the moves in the policy target of a row, whose board it is."""
     targets = zip(batch["policy_index"][row].tolist(), batch["policy_weight"][row].tolist(), strict=True)
     return {move_from_index(index, board).uci(): share for index, share in targets if share > 0}
@@ -82,7 +82,7 @@ def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
     part = {name: tensor[:rows].cpu() for name, tensor in batch.items()}
     cards = []
     for row, board in enumerate(boards_of(part)):
-        moves = shares_of(part, row, board)
+        moves = target_moves(part, row, board)
         best = sorted(moves, key=moves.__getitem__, reverse=True)[:3]
         policy = ", ".join(f"{board.san(chess.Move.from_uci(uci))} {moves[uci]:.0%}" for uci in best)
         hidden = unpack_maps(part["hidden"][row : row + 1])[0].flatten().nonzero()[:, 0] if "hidden" in part else ()
@@ -91,7 +91,7 @@ def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
         value = "win {:.0%}, draw {:.0%}, loss {:.0%}".format(*wdl) if sum(wdl) else "no value target"
         side = "White" if board.turn else "Black"
         note = f"{side}: {policy or 'no policy target'}<br>{value}"
-        cards.append(Card(board, moves=moves, fill=dict.fromkeys(squares, HIDDEN), note=note))
+        cards.append(Card(board, moves=moves, fill=dict.fromkeys(squares, HIDDEN_COLOUR), note=note))
     return boards(cards)
 
 
@@ -101,26 +101,26 @@ def map_fill(head: str, values: NDArray[Any], squares: NDArray[np.bool_] | None 
     return {square: colour for square, colour in enumerate(square_colours(head, values)) if keep[square]}
 
 
-def map_note(head: str) -> str:
+def map_legend(head: str) -> str:
     """What the colours of a map mean."""
-    return " ".join(f"<span style='color:{colour}'>&#9632;</span>{word}" for word, colour in colour_key(head))
+    return " ".join(f"<span style='color:{colour}'>&#9632;</span>{word}" for word, colour in colour_legend(head))
 
 
 def square_colours(head: str, values: NDArray[Any]) -> list[str]:
     """Colours (`#rrggbb`) of the squares a1, b1, ... h8 of a map (8, 8)."""
     shares = np.asarray(values, float).ravel()
-    classes = len(CLASSES.get(head, ()))
+    classes = len(CLASS_NAMES.get(head, ()))
     return _colours(head, (shares + 0.5) / classes if classes else shares)  # a class lies in the middle of its colour
 
 
-def colour_key(head: str) -> list[tuple[str, str]]:
+def colour_legend(head: str) -> list[tuple[str, str]]:
     """(words, colour) of what the colours of such a map mean."""
-    names = CLASSES.get(head, ["0%", "50%", "100%"])
+    names = CLASS_NAMES.get(head, ["0%", "50%", "100%"])
     words = ["empty" if name == "." else name for name in names]
     return list(zip(words, _colours(head, np.linspace(0, 1, len(names))), strict=True))
 
 
 def _colours(head: str, places: NDArray[Any]) -> list[str]:
-    names = CLASSES.get(head)
-    colours = colormaps[COLOURS[head]].resampled(len(names)) if names else colormaps[PROBABLE]
+    names = CLASS_NAMES.get(head)
+    colours = colormaps[CLASS_COLOURMAPS[head]].resampled(len(names)) if names else colormaps[PROBABILITY_COLOURMAP]
     return [to_hex(colour) for colour in colours(places)]

@@ -40,9 +40,9 @@ POLICY_SIZE = bitboard.POLICY_SIZE
 
 _NAMES = "unknown stockfish pgn puzzles evaluations epd lc0 matrix0 labelled selfplay"
 SOURCES = {name: number for number, name in enumerate(_NAMES.split())}  # RECORD's `source`: where a position comes from
-VALIDATION = 50  # per mille of the games
-SHARD = 32768  # records in a shard
-MIX = np.uint64(0x9E3779B97F4A7C15)
+VALIDATION_PER_MILLE = 50  # per mille of the games
+SHARD_RECORDS = 32768  # records in a shard
+HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 Batch = dict[str, np.ndarray]
 Records = NDArray[np.void]
@@ -90,7 +90,7 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     own, other = np.where(black, (masks[:, 6], masks[:, 7]), (masks[:, 7], masks[:, 6]))
     oriented = np.concatenate([masks[:, :6] & own[:, None], masks[:, :6] & other[:, None]], axis=1)
     oriented[black] = oriented[black].byteswap()  # a byte is a rank
-    if not (good := playable(oriented)).all():
+    if not (good := valid_positions(oriented)).all():
         board = boards[int(good.argmin())]
         raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
     records["pieces"] = bitboard.pieces_of(oriented)
@@ -106,7 +106,7 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     return records
 
 
-def before(board: chess.Board, plies: int) -> Records:
+def positions_before(board: chess.Board, plies: int) -> Records:
     """The positions (k,) before a board, in the order of the game: at most so many, as far back as its moves go. The
     en-passant square of a FEN tells one more, which stands in all the places that are left."""
     walk, past = board.copy(), list[chess.Board]()
@@ -118,16 +118,16 @@ def before(board: chess.Board, plies: int) -> Records:
     return np.concatenate([np.repeat(_before_double_step(walk), plies - len(past)), records]) if root else records
 
 
-def reversible(board: chess.Board) -> Records:
+def reversible_history(board: chess.Board) -> Records:
     """The positions before a board, latest first, as far back as one of them can come again."""
-    return before(board, min(board.halfmove_clock, len(board.move_stack)))[::-1]
+    return positions_before(board, min(board.halfmove_clock, len(board.move_stack)))[::-1]
 
 
-def past_of(boards: Sequence[chess.Board], plies: int) -> Past:
-    """What came before boards (N,), at most so many plies: `before` of each."""
+def batch_history(boards: Sequence[chess.Board], plies: int) -> Past:
+    """What came before boards (N,), at most so many plies: `positions_before` of each."""
     states, known = np.zeros((len(boards), plies), RECORD), np.zeros(len(boards), np.int64)
     for row, board in enumerate(boards):
-        past = before(board, plies)[::-1]
+        past = positions_before(board, plies)[::-1]
         states[row, : len(past)], known[row] = past, len(past)
     return Past(states, known)
 
@@ -137,7 +137,7 @@ def _before_double_step(board: chess.Board) -> Records:
     (row,) = records = from_boards([board], repetition=0)
     assert board.ep_square is not None
     file = chess.square_file(board.ep_square)
-    squares = classes_of(records["pieces"]).reshape(8, 8)
+    squares = piece_classes(records["pieces"]).reshape(8, 8)
     if (squares[4:7, file] != (6, 12, 12)).any():
         return records[:0]
     squares[4:7, file] = 12, 12, 6
@@ -149,7 +149,7 @@ def _before_double_step(board: chess.Board) -> Records:
     return records
 
 
-def playable(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def valid_positions(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Which of N oriented positions, bitboards (N, 12), are of chess: one king a side, no pawn on the first or last
     rank, one piece a square, and the side that has just moved is not in check."""
     kings = np.bitwise_count(boards[:, [5, 11]])
@@ -160,7 +160,7 @@ def playable(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
     return good & ~bitboard.in_check(bitboard.pieces_of(turned))
 
 
-def classes_of(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def piece_classes(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Nibbles (N, 32) to the class of the piece on each oriented square (N, 64), 12 empty."""
     return np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
 
@@ -229,7 +229,7 @@ def captured_value(pieces: NDArray[np.uint8], index: NDArray[Any]) -> NDArray[np
 
     En passant counts as taking nothing, and so does an index below 0.
     """
-    value = np.array([*[0] * 6, *PIECE_VALUES, *[0] * 4])[classes_of(pieces)]
+    value = np.array([*[0] * 6, *PIECE_VALUES, *[0] * 4])[piece_classes(pieces)]
     to = bitboard.POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
     return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
 
@@ -255,7 +255,7 @@ def play(records: Records, moves: NDArray[np.uint16]) -> Records:
 # Policy indices of turned boards
 
 
-def _turned_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
+def _symmetry_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
     """(4672,): policy index after the steps' files and ranks are multiplied by 1 or -1, and squares XORed."""
     rays, jumps, under, plane = bitboard.RAYS, bitboard.JUMPS, bitboard.UNDER_FILES, np.arange(bitboard.PLANES)
     for d, (file, rank) in enumerate(rays):
@@ -269,10 +269,10 @@ def _turned_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
     return (squares * bitboard.PLANES + plane).reshape(-1).astype(np.uint16)
 
 
-absolute_index = _turned_table(1, -1, 56)
+absolute_index = _symmetry_table(1, -1, 56)
 """(4672,): a policy index of Black's, oriented, as Matrix0 has it on absolute squares; its own inverse. Ranks change
 sign, and its under-promotion directions, which are the mover's, swap."""
-mirror_index = _turned_table(-1, 1, 7)  # (4672,): the policy index after mirroring left and right; its own inverse
+mirror_index = _symmetry_table(-1, 1, 7)  # (4672,): the policy index after mirroring left and right; its own inverse
 
 
 # Left-right mirror
@@ -317,7 +317,7 @@ def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
 # Keys of positions, ids of games and the split that follows from these: stable for ever, as resumed runs rely on them
 
 
-def keys_of(records: Records) -> list[bytes]:
+def position_keys(records: Records) -> list[bytes]:
     """A key of 128 bits for each record that equal positions share: orientation has taken the colours out, and where
     no castling right is left, the left-right mirror image counts as equal."""
     pieces, files = records["pieces"], records["en_passant"]
@@ -332,28 +332,30 @@ def keys_of(records: Records) -> list[bytes]:
     return keys
 
 
-def hashes_of(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
+def position_hashes(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
     """(n,) u8: equal for equal boards as the side to move sees them, and with `mirrored` for mirror images too. 64
-    bits: good for counting, not for telling positions apart for certain (`keys_of` is)."""
-    plain = _mixed(records["pieces"], records["castling"], records["en_passant"])
+    bits: good for counting, not for telling positions apart for certain (`position_keys` is)."""
+    plain = _hash_columns(records["pieces"], records["castling"], records["en_passant"])
     if not mirrored:
         return plain
-    image = _mixed(mirror_pieces(records["pieces"]), records["castling"], mirror_files(records["en_passant"]))
+    image = _hash_columns(mirror_pieces(records["pieces"]), records["castling"], mirror_files(records["en_passant"]))
     return np.where(records["castling"] == 0, np.minimum(plain, image), plain)
 
 
-def _mixed(pieces: NDArray[np.uint8], castling: NDArray[np.uint8], files: NDArray[np.int8]) -> NDArray[np.uint64]:
+def _hash_columns(
+    pieces: NDArray[np.uint8], castling: NDArray[np.uint8], files: NDArray[np.int8]
+) -> NDArray[np.uint64]:
     state = castling.astype(np.uint64) << np.uint64(8) | (files + 1).astype(np.uint64)
     key = np.zeros(len(pieces), np.uint64)
     for word in (*np.ascontiguousarray(pieces).view("<u8").T, state):
-        key = (key ^ word) * MIX
+        key = (key ^ word) * HASH_MULTIPLIER
         key ^= key >> np.uint64(29)
     return key
 
 
-def ids_of(records: Records) -> NDArray[np.uint64]:
-    """(n,) u8 ids that equal positions (see `keys_of`) share, in place of a game's for what belongs to no game."""
-    return np.array([int.from_bytes(key[:8], "little") for key in keys_of(records)], "<u8")
+def position_ids(records: Records) -> NDArray[np.uint64]:
+    """Ids (N,) uint64 of positions that belong to no game, in place of game ids; equal positions share one."""
+    return np.array([int.from_bytes(key[:8], "little") for key in position_keys(records)], "<u8")
 
 
 def game_id(*facts: str | bytes) -> int:
@@ -365,7 +367,7 @@ def game_id(*facts: str | bytes) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def held_out(records: Records) -> NDArray[np.bool_]:
+def in_validation(records: Records) -> NDArray[np.bool_]:
     """Which records (n,) are for validation: those of about one game in twenty, whose id is itself a hash."""
-    chosen: NDArray[np.bool_] = records["game"] // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
+    chosen: NDArray[np.bool_] = records["game"] // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION_PER_MILLE
     return chosen

@@ -16,7 +16,7 @@ from matrixlib.engine.folder import read_run_config
 from matrixlib.tasks.chess import bitboard, ssl_targets
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.chess.game import ChessGame, training_batch
-from matrixlib.tasks.chess.records import LAYOUT, SOURCES, hashes_of
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, position_hashes
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.spec import (
     Check,
@@ -58,7 +58,7 @@ class ChessGameSpec(GameSpec):
         return training_batch(traces, ids, SOURCES["selfplay"])
 
     def keys(self, records: np.ndarray) -> np.ndarray:
-        return hashes_of(records, mirrored=True)
+        return position_hashes(records, mirrored=True)
 
 
 class ChessSpec(TaskSpec[ChessConfig]):
@@ -190,7 +190,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return export(net, path)
 
     def ssl_targets(self, task: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {f"ssl_{head}": ssl_targets.target(batch, head) for head in task.config.model.ssl}
+        return {f"ssl_{head}": ssl_targets.head_target(batch, head) for head in task.config.model.ssl}
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
         state, index = batch["state"], batch["policy_index"]

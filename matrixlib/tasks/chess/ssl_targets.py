@@ -16,18 +16,18 @@ from matrixlib.tasks.chess import bitboard
 if TYPE_CHECKING:
     from torch import Tensor
 
-SWAPPED = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12], np.uint8)
+SWAPPED_COLOURS = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12], np.uint8)
 """Piece classes with the colours exchanged."""
-MAPS = ("threat", "pin", "fork", "control_ours", "control_theirs")  # axis 1 of `targets`
+MAPS = ("threat", "pin", "fork", "control_ours", "control_theirs")  # axis 1 of `target_maps`
 
 
-def targets(records: NDArray[np.void]) -> NDArray[np.uint8]:
+def target_maps(records: NDArray[np.void]) -> NDArray[np.uint8]:
     """Bit maps (B, 5, 8) uint8 of B records: axis 1 as `MAPS`, a byte a rank, a bit a file (a lowest)."""
     maps = bitboard.ssl_maps(records["pieces"])
     return maps.astype("<u8", copy=False).view(np.uint8).reshape(-1, len(MAPS), 8)
 
 
-def target(batch: Mapping[str, Tensor], head: str) -> Tensor:
+def head_target(batch: Mapping[str, Tensor], head: str) -> Tensor:
     """(B, 8, 8) target of a head on the oriented board, unpacked from a prepared batch: classes 0-12 of `piece` (12
     empty), 0-2 of `control` (sign of our attackers less theirs, + 1), else float 0 and 1.
     """
@@ -40,8 +40,10 @@ def target(batch: Mapping[str, Tensor], head: str) -> Tensor:
     return 1 + maps[0] - maps[1] if head == "control" else maps[0]
 
 
-def hide(rng: np.random.Generator, rows: int, rows_share: float, squares_share: float) -> NDArray[np.uint8]:
-    """Squares (B, 8) uint8 to hide at the input, bit maps like `targets`.
+def draw_hidden_squares(
+    rng: np.random.Generator, rows: int, rows_share: float, squares_share: float
+) -> NDArray[np.uint8]:
+    """Squares (B, 8) uint8 to hide at the input, bit maps like `target_maps`.
 
     Each of the B rows has some with probability rows_share: each of its squares with probability squares_share, and
     (unless that is 0) at least one. The other rows are all 0. Rows with hidden squares give only the piece loss.

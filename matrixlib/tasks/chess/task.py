@@ -24,14 +24,14 @@ from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.heads import Head
-from matrixlib.tasks.chess.losses import Sums, plain_rows
-from matrixlib.tasks.chess.model import PLANES, PLAY_HEADS, PolicyValueNet, training_flops
+from matrixlib.tasks.chess.losses import Sums, visible_rows
+from matrixlib.tasks.chess.model import DEFAULT_HEADS, PLANES, PolicyValueNet, training_flops
 from matrixlib.tasks.chess.planes import SIDE, move_map, planes, unpack_maps
 
-MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
-STEP_MOVES = 32
-TAUGHT = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}  # terms -> outputs
-STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
+MIN_POLICY_WIDTH = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
+POLICY_WIDTH_STEP = 32
+TERM_OUTPUTS = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}  # terms -> outputs
+STATE_COLUMNS = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
 class Term(NamedTuple):
@@ -51,7 +51,7 @@ class ChessTask:
 
     trunk, heads: parts of one's own for the network, see `PolicyValueNet`. loss_functions: (outputs, batch) -> SUM, or
     (SUM, sums of metrics), by term: in place of ours, of the same items, or beside them, of weight 1 and over the rows
-    of `losses.plain_rows`.
+    of `losses.visible_rows`.
     """
 
     config: ChessConfig
@@ -66,21 +66,21 @@ class ChessTask:
         """Every part of the loss by name."""
         options, teacher = self.config.loss, self.config.teacher
         terms = {
-            "policy": Term(options.policy, self._policy_loss, _taught, self._policy_floor),
-            "value": Term(options.value, self._value_loss, self._valued, self._value_floor),
+            "policy": Term(options.policy, self._policy_loss, _count_policy_rows, self._policy_floor),
+            "value": Term(options.value, self._value_loss, self._count_value_rows, self._value_floor),
         }
         for name in self.config.model.ssl:
-            loss, items = partial(self._ssl_loss, name), _hidden if name == "piece" else _squares
+            loss, items = partial(self._ssl_loss, name), _count_hidden_squares if name == "piece" else _count_squares
             terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, items)
         if teacher.network:
-            terms["teacher_policy"] = Term(teacher.policy, self._teacher_policy_loss, _moving)
-            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _plain)
+            terms["teacher_policy"] = Term(teacher.policy, self._teacher_policy_loss, _count_rows_with_moves)
+            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _count_rows)
             if teacher.features:
-                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _plain, None)
-        terms |= {head.name: Term(head.weight, head.loss, _plain, None) for head in self.heads}
+                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _count_rows, None)
+        terms |= {head.name: Term(head.weight, head.loss, _count_rows, None) for head in self.heads}
         for term, function in self.loss_functions.items():
-            weight, count = terms[term][::2] if term in terms else (1.0, _plain)
-            terms[term] = Term(weight, partial(_own_loss, term, function), count, None)
+            weight, count = terms[term][::2] if term in terms else (1.0, _count_rows)
+            terms[term] = Term(weight, partial(_custom_loss, term, function), count, None)
         return terms
 
     @property
@@ -109,15 +109,15 @@ class ChessTask:
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
         data = self.config.data
-        hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
-        batch = soft.unpacked(batch)
+        hidden = ssl.draw_hidden_squares(rng, rows, data.hidden_rows, data.hidden_squares)
+        batch = soft.unpack_outputs(batch)
         if data.mirror:
             batch = records.mirror(batch, mirrored & (batch["records"]["castling"] == 0))
         return self._packed(batch, hidden)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """As `prepare`, with nothing mirrored and nothing hidden: no row gives a loss of the piece head."""
-        return self._packed(soft.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
+        return self._packed(soft.unpack_outputs(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -128,21 +128,21 @@ class ChessTask:
         return {
             "pieces": np.ascontiguousarray(rows["pieces"]),
             "state": packed_state(rows),
-            "policy_index": _padded(index, offset, losses.PAD, np.int16),
+            "policy_index": _padded(index, offset, losses.PAD_INDEX, np.int16),
         }
 
     def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
         rows, offset = batch["records"], batch["policy_offset"]
         out = self.inputs(rows, batch["policy_index"], offset) | {
-            "policy_weight": _shares(_padded(batch["policy_weight"], offset, 0, np.float32)),
-            "wdl": _shares(rows["wdl"].astype(np.float32)),
+            "policy_weight": _normalised(_padded(batch["policy_weight"], offset, 0, np.float32)),
+            "wdl": _normalised(rows["wdl"].astype(np.float32)),
             "result": np.ascontiguousarray(rows["result"]),
         }
         if "policy_teacher" in batch:
-            out["teacher_policy"] = _padded(batch["policy_teacher"], offset, losses.FILL, np.float32)
-            out["teacher_wdl"] = _shares(batch["sidecar"]["wdl"].astype(np.float32))
+            out["teacher_policy"] = _padded(batch["policy_teacher"], offset, losses.PAD_LOGIT, np.float32)
+            out["teacher_wdl"] = _normalised(batch["sidecar"]["wdl"].astype(np.float32))
         if self.config.model.ssl:
-            out["maps"] = ssl.targets(rows)
+            out["maps"] = ssl.target_maps(rows)
         if self.weights.get("ssl_piece"):
             out["hidden"] = hidden
         return out | {head.name: head.targets(batch) for head in self.heads}
@@ -167,7 +167,7 @@ class ChessTask:
 
     def training_flops(self) -> int:
         """Floating-point operations of forward and backward for one position, of the active terms."""
-        heads = self._needed(frozenset(name for name, term in self.terms.items() if term.weight > 0))
+        heads = self._output_names(frozenset(name for name, term in self.terms.items() if term.weight > 0))
         return training_flops(self.config.model, heads - {"stream", "features"}, self.trunk, self.heads)
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -208,18 +208,18 @@ class ChessTask:
 
     def _policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         index, weight = self.network_index(batch), batch["policy_weight"]
-        return losses.policy_loss(out["policy"], index, weight, plain_rows(batch), self.config.loss)
+        return losses.policy_loss(out["policy"], index, weight, visible_rows(batch), self.config.loss)
 
     def _policy_floor(self, batch: Batch) -> float:
         index, weight = batch["policy_index"], batch["policy_weight"]
-        return losses.policy_floor(index, weight, plain_rows(batch), self.config.loss)
+        return losses.policy_floor(index, weight, visible_rows(batch), self.config.loss)
 
     def value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(target (B, 3) win-draw-loss, rows (B,) bool that have one)."""
         target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
-        return target, known & plain_rows(batch)
+        return target, known & visible_rows(batch)
 
-    def _valued(self, batch: Batch) -> int:
+    def _count_value_rows(self, batch: Batch) -> int:
         return int(self.value_target(batch)[1].sum())
 
     def _value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
@@ -233,31 +233,31 @@ class ChessTask:
 
     def _ssl_loss(self, head: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         # Outputs are turned to the oriented board, where the targets are.
-        logits, target = self.oriented(out["ssl"][head], batch, head), ssl.target(batch, head)
+        logits, target = self.oriented(out["ssl"][head], batch, head), ssl.head_target(batch, head)
         if head == "piece":
             squares = unpack_maps(batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))).bool()
         else:
-            squares = plain_rows(batch)[:, None, None].expand(-1, 8, 8)
+            squares = visible_rows(batch)[:, None, None].expand(-1, 8, 8)
         if SSL_CHANNELS[head] > 1:
             return losses.class_loss(logits, target, squares)
-        return losses.binary_loss(logits, target, squares, self._positive(head))
+        return losses.binary_loss(logits, target, squares, self._positive_weight(head))
 
     def _teacher_policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        index, rows = self.network_index(batch), plain_rows(batch)
-        heat = out.get("temperature", batch["temperature"])
-        loss, metrics = soft.policy_loss(out["policy"], index, batch["teacher_policy"], rows, heat)
+        index, rows = self.network_index(batch), visible_rows(batch)
+        temperature = out.get("temperature", batch["temperature"])
+        loss, metrics = soft.policy_loss(out["policy"], index, batch["teacher_policy"], rows, temperature)
         return loss, metrics | ({"raw": out["raw"] * soft.policy_rows(index, rows).sum()} if "raw" in out else {})
 
     def _teacher_value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        return soft.wdl_loss(out["value"], batch["teacher_wdl"], plain_rows(batch))
+        return soft.wdl_loss(out["value"], batch["teacher_wdl"], visible_rows(batch))
 
     def _teacher_features_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         blocks = [own for own, _ in self.config.teacher.layers] or range(len(out["stream"]) - 1)
-        own = self.additions(out["stream"], batch, blocks, self.config.teacher.squares)
+        own = self.residuals(out["stream"], batch, blocks, self.config.teacher.squares)
         theirs = [batch[f"teacher_features_{k}"] for k in range(len(blocks))]
-        return soft.feature_loss(own, theirs, plain_rows(batch)), {}
+        return soft.feature_loss(own, theirs, visible_rows(batch)), {}
 
-    def additions(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
+    def residuals(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
         """What each of these blocks adds to a network's stream, (B, C, S) in fp32: on the 64 squares of the oriented
         board, or (`squares` off) the mean over them. stream: what goes into the blocks, and what comes out of each.
         """
@@ -270,7 +270,7 @@ class ChessTask:
         """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits; own heads."""
         out = self.forward(model, batch, frozenset(self.weights))
         index = self.network_index(batch)
-        legal = torch.where(index != losses.PAD, losses.legal_logits(out["policy"], index), math.nan)
+        legal = torch.where(index != losses.PAD_INDEX, losses.legal_logits(out["policy"], index), math.nan)
         own = {head.name: out[head.name] for head in self.heads}
         maps = {f"ssl_{name}": logits for name, logits in out.get("ssl", {}).items()}
         return {"policy": legal, "value": out["value"]} | maps | own
@@ -293,16 +293,16 @@ class ChessTask:
             result["wdl"] = out["value"].softmax(1)
             result["value"] = result["wdl"][:, 0] - result["wdl"][:, 2]
         for name in heads:
-            result[f"ssl/{name}"] = self.shares(name, self.oriented(out["ssl"][name], batch, name))
+            result[f"ssl/{name}"] = self.ssl_probabilities(name, self.oriented(out["ssl"][name], batch, name))
         return result
 
-    def shares(self, head: str, logits: Tensor) -> Tensor:
+    def ssl_probabilities(self, head: str, logits: Tensor) -> Tensor:
         """Probabilities of a self-supervised head's logits (B, c, 8, 8), corrected for `loss.positive`."""
         if logits.shape[1] > 1:
             return logits.softmax(1)
-        return losses.calibrated(logits, self._positive(head)).sigmoid()
+        return losses.calibrated(logits, self._positive_weight(head)).sigmoid()
 
-    def _positive(self, head: str) -> float:
+    def _positive_weight(self, head: str) -> float:
         """How many times a 1 counts in a binary head's loss."""
         return float(getattr(self.config.loss.positive, head, 1.0))
 
@@ -314,7 +314,7 @@ class ChessTask:
         """The network's outputs that these terms need, in its own frame: see `PolicyValueNet.forward`. In training with
         a learned temperature also `temperature` (B,) and `raw`, the parameter behind it.
         """
-        names = self._needed(terms)
+        names = self._output_names(terms)
         arguments: list[Any] = [self.planes(batch), names]
         # A GPU makes all moves' in no time, and of a compiled network every number of moves would be another graph
         if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
@@ -328,11 +328,11 @@ class ChessTask:
             out["raw"] = learned.raw.detach()
         return out
 
-    def _needed(self, terms: frozenset[str]) -> frozenset[str]:
+    def _output_names(self, terms: frozenset[str]) -> frozenset[str]:
         """Names of the network's outputs that these terms look at; a loss of one's own may look at any."""
-        names = {TAUGHT.get(term, term) for term in terms}
+        names = {TERM_OUTPUTS.get(term, term) for term in terms}
         if terms & self.loss_functions.keys():
-            known = {*PLAY_HEADS, "features", *(f"ssl_{name}" for name in self.config.model.ssl)}
+            known = {*DEFAULT_HEADS, "features", *(f"ssl_{name}" for name in self.config.model.ssl)}
             known |= {head.name for head in self.heads}
             names = names & {"stream"} | known
         return frozenset(names)
@@ -344,7 +344,7 @@ class ChessTask:
             return index
         table = device_table(move_map, str(index.device), self.config.model.encoding)
         moved = table[batch["state"][:, SIDE, None].long(), index.clamp(min=0).long()]
-        return torch.where(index != losses.PAD, moved, losses.PAD)
+        return torch.where(index != losses.PAD_INDEX, moved, losses.PAD_INDEX)
 
     def oriented(self, maps: Tensor, batch: Batch, name: str = "") -> Tensor:
         """Maps (B, c, 8, 8) turned from the network's frame to the oriented board. name: of the head that gave them."""
@@ -352,45 +352,45 @@ class ChessTask:
             return maps
         # Matrix0's rows run from rank 8, as Black's oriented ranks do, whose own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
-        theirs = maps[:, device_table(ssl.SWAPPED.tolist, str(maps.device))] if name == "piece" else maps
+        theirs = maps[:, device_table(ssl.SWAPPED_COLOURS.tolist, str(maps.device))] if name == "piece" else maps
         return torch.where(black, theirs, maps.flip(2))
 
 
 def packed_state(rows: np.ndarray) -> np.ndarray:
     """The columns STATE (..., 6) int16 of records (...); ply wraps, and planes() reads it back as unsigned."""
-    return np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE], axis=-1)
+    return np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE_COLUMNS], axis=-1)
 
 
 def boards_of(batch: Batch) -> list[chess.Board]:
     """The positions of a prepared batch, whole."""
     rows = np.zeros(len(batch["pieces"]), records.LAYOUT.record)
     rows["pieces"] = batch["pieces"].numpy()
-    for column, name in enumerate(STATE):
+    for column, name in enumerate(STATE_COLUMNS):
         rows[name] = batch["state"][:, column].numpy().astype(rows[name].dtype)
     return [records.to_board(row) for row in rows]
 
 
-def _plain(batch: Batch) -> int:
-    return int(plain_rows(batch).sum())
+def _count_rows(batch: Batch) -> int:
+    return int(visible_rows(batch).sum())
 
 
-def _squares(batch: Batch) -> int:
-    return 64 * _plain(batch)
+def _count_squares(batch: Batch) -> int:
+    return 64 * _count_rows(batch)
 
 
-def _hidden(batch: Batch) -> int:
+def _count_hidden_squares(batch: Batch) -> int:
     return int(np.bitwise_count(batch["hidden"].numpy()).sum()) if "hidden" in batch else 0
 
 
-def _taught(batch: Batch) -> int:
-    return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], plain_rows(batch)).sum())
+def _count_policy_rows(batch: Batch) -> int:
+    return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], visible_rows(batch)).sum())
 
 
-def _moving(batch: Batch) -> int:
-    return int(soft.policy_rows(batch["policy_index"], plain_rows(batch)).sum())
+def _count_rows_with_moves(batch: Batch) -> int:
+    return int(soft.policy_rows(batch["policy_index"], visible_rows(batch)).sum())
 
 
-def _own_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+def _custom_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
     given = function(out, batch)
     loss, metrics = (given, {}) if isinstance(given, Tensor) else given
     if not isinstance(loss, Tensor) or loss.ndim:
@@ -408,13 +408,13 @@ def device_table(make: Callable[..., Any], device: str, *arguments: str) -> Tens
 def _padded(values: np.ndarray, offset: np.ndarray, fill: float, kind: type[np.generic]) -> np.ndarray:
     """Ragged rows (K,) as (B, L) of a kind, the rest filled; L is a multiple of STEP_MOVES."""
     length = np.diff(offset)
-    width = max(MIN_MOVES, -(-int(length.max(initial=0)) // STEP_MOVES) * STEP_MOVES)
+    width = max(MIN_POLICY_WIDTH, -(-int(length.max(initial=0)) // POLICY_WIDTH_STEP) * POLICY_WIDTH_STEP)
     out = np.full((len(length), width), fill, kind)
     out[np.arange(width) < length[:, None]] = values  # both row by row
     return out
 
 
-def _shares(weights: np.ndarray) -> np.ndarray:
+def _normalised(weights: np.ndarray) -> np.ndarray:
     """Rows (B, n) float32 divided by their sums; rows of zeros stay."""
     total = weights.sum(1, keepdims=True, dtype=np.float64)
     shares: np.ndarray = (weights / np.where(total > 0, total, 1)).astype(np.float32)

@@ -17,7 +17,7 @@ from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.uci import protocol
-from matrixlib.tasks.chess.uci.thinker import Thinker
+from matrixlib.tasks.chess.uci.game_search import GameSearch
 
 SIDES = {"white": chess.WHITE, "black": chess.BLACK}
 STATUS = {  # of a game that goes on: whether the network is to move, and whether there is a search
@@ -42,7 +42,7 @@ def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]],
         "last": [last[:2], last[2:4]] if last else [],
         "arrows": {whose: [[move, share] for move, share in moves.items()] for whose, moves in arrows.items()},
         "maps": {head: plots.square_colours(head, values) for head, values in maps.items()},
-        "keys": {head: plots.colour_key(head) for head in maps},
+        "keys": {head: plots.colour_legend(head) for head in maps},
     }
 
 
@@ -78,7 +78,7 @@ class Session:
             task = net.task.config.task
             raise ValueError(f"'{name}' is a network of {task}, and this is a game of chess: give a run of chess")
         self.net, self.name = net, name
-        self.thinker = Thinker(net)
+        self.game_search = GameSearch(net)
         self.pages: list[Show] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -140,8 +140,8 @@ class Session:
             raise ValueError("the game is over: there is nothing to think about")
         evaluation, ply = self.evaluation, self.ply
         deadline = time.monotonic() + self.seconds if self.seconds else math.inf
-        self.thinker.place(self.board)
-        for result, done in self.thinker.think(self.simulations or math.inf, deadline, stop):
+        self.game_search.set_position(self.board)
+        for result, done in self.game_search.run(self.simulations or math.inf, deadline, stop):
             if stop():
                 return None
             self.evaluations[ply] = replace(evaluation, search=replace(result, simulations=done))
@@ -169,7 +169,7 @@ class Session:
         """The network's at the board, with the search's where there was one."""
         return self._evaluate(self.board.copy())  # an answer may be played meanwhile
 
-    def course(self) -> list[Chances]:
+    def chance_curve(self) -> list[Chances]:
         """The chances in each position of the game, by the network; those of a game that is over as it ended."""
         board = self.board.copy()
         ended: Chances = {"1-0": (1.0, 0.0, 0.0), "0-1": (0.0, 0.0, 1.0)}.get(self.result[0], (0.0, 1.0, 0.0))
@@ -233,7 +233,7 @@ class Session:
             "problem": problem,
             "status": f"{self.result[0]}, {self.result[1]}" if self.over else STATUS[self.network_to_move, thinking],
             "over": self.over,
-            "chances": self.course(),
+            "chances": self.chance_curve(),
             "line": _line(latest),
             "pgn": self.pgn(),
             "simulations": self.simulations,
@@ -277,7 +277,7 @@ class Session:
         self._tell(self.page(search, problem), told)
         if search:
             self._stop = threading.Event()
-            work = partial(self._think_aloud, self._stop, told)
+            work = partial(self._search_in_background, self._stop, told)
             self._thread = threading.Thread(target=work, name="board", daemon=True)
             self._thread.start()
 
@@ -294,7 +294,7 @@ class Session:
         for told in dict.fromkeys([*self.pages, asker]):
             told(page)
 
-    def _think_aloud(self, stop: threading.Event, asker: Show) -> None:
+    def _search_in_background(self, stop: threading.Event, asker: Show) -> None:
         problem = "the search broke off; the kernel's log says why"
         try:
             if self.think(stop.is_set) is not None and self.network_to_move:

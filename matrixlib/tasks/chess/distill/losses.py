@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from matrixlib.data.shards import Batch, Layout
 from matrixlib.engine.optim import SGDParameters
 from matrixlib.tasks.chess.config import TeacherConfig
-from matrixlib.tasks.chess.losses import FILL, PAD, Sums, entropy, legal_logits, sums
+from matrixlib.tasks.chess.losses import PAD_INDEX, PAD_LOGIT, Sums, entropy, legal_logits, sums
 
-EPS = 1e-12  # norm of features below which they are taken as none
+MIN_NORM = 1e-12  # norm of features below which they are taken as none
 CKA_ROWS = 128  # rows whose alignment is taken together
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1.0, 5.0  # of a learned one: of 20 to 40 moves' policy little is left far above
-REST = 0.2  # share of the training in which a learned temperature stays as it is
-MOVES = 32  # kept of a position
-NO_MOVE = 255  # a place that no position's list has: at most 218 moves
-MIN_REST = 1e-7  # share of the moves that are left out, at least: float16 may have none left of it
-RECORD = np.dtype([("move", "u1", MOVES), ("log_p", "<f2", MOVES), ("rest", "<f2"), ("wdl", "<f2", 3)])
+WARMUP_SHARE = 0.2  # share of the training in which a learned temperature stays as it is
+KEPT_MOVES = 32  # kept of a position
+NO_PLACE = 255  # a place that no position's list has: at most 218 moves
+MIN_REST_SHARE = 1e-7  # share of the moves that are left out, at least: float16 may have none left of it
+RECORD = np.dtype([("move", "u1", KEPT_MOVES), ("log_p", "<f2", KEPT_MOVES), ("rest", "<f2"), ("wdl", "<f2", 3)])
 LAYOUT = Layout("chess teacher", 1, RECORD, {})  # its likeliest moves by places in the list of legal moves, 104 bytes
 
 
 def policy_rows(index: Tensor, rows: Tensor) -> Tensor:
     """(B,) bool: rows with a legal move, of policy indices (B, L)."""
-    return rows & (index != PAD).any(1)
+    return rows & (index != PAD_INDEX).any(1)
 
 
 def softened(scores: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def softened(scores: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
     probability of exactly 0. They are masked before the division: its gradient at an infinity would make the
     temperature's NaN.
     """
-    return (torch.where(index != PAD, scores, FILL) / temperature[:, None]).log_softmax(1)
+    return (torch.where(index != PAD_INDEX, scores, PAD_LOGIT) / temperature[:, None]).log_softmax(1)
 
 
 def policy_loss(
@@ -54,7 +54,7 @@ def policy_loss(
     with torch.no_grad():
         metrics = {
             "kl": _kl(scores, index, teacher, torch.ones_like(temperature)),
-            "top1": scores.argmax(1) == torch.where(index != PAD, teacher, FILL).argmax(1),
+            "top1": scores.argmax(1) == torch.where(index != PAD_INDEX, teacher, PAD_LOGIT).argmax(1),
             "temperature": temperature,
         }
     loss = temperature.square() * _kl(scores, index, teacher, temperature)
@@ -76,7 +76,7 @@ def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sum
     return sums(-(teacher * log_p).sum(1) - entropy(teacher), rows, {"accuracy": same})
 
 
-def pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
+def block_pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
     """(block of the student, block of the teacher), of networks with so many blocks: as given, or the student's blocks
     at the same depths in the teacher. ValueError where there is no such block.
     """
@@ -88,24 +88,24 @@ def pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, i
 
 
 def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """1 - `alignment` of every CKA_ROWS `rows` (B,) bool, the mean over the pairs of blocks, times how many of them
+    """1 - `linear_cka` of every CKA_ROWS `rows` (B,) bool, the mean over the pairs of blocks, times how many of them
     count: it adds up over micro-batches that are multiples of these groups.
     """
     total = torch.zeros((), device=rows.device)
     for start in range(0, len(rows), CKA_ROWS):
         part = slice(start, start + CKA_ROWS)
-        aligned = [alignment(x[part], y[part], rows[part]) for x, y in zip(own, theirs, strict=True)]
+        aligned = [linear_cka(x[part], y[part], rows[part]) for x, y in zip(own, theirs, strict=True)]
         total = total + rows[part].sum() * (1 - torch.stack(aligned).mean())
     return total
 
 
-def alignment(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+def linear_cka(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """() linear CKA of features (B, C, S) and (B, D, S), 0 to 1, every square of the `rows` (B,) bool a sample
     (Kornblith et al. 2019, arXiv:1905.00414). Turning or scaling one side as a whole changes nothing, so widths differ.
     """
     x, y = _samples(x, rows), _samples(y, rows)
     spread = (x.T @ x).norm() * (y.T @ y).norm()
-    return (x.T @ y).square().sum() / spread.clamp(min=EPS)
+    return (x.T @ y).square().sum() / spread.clamp(min=MIN_NORM)
 
 
 def _samples(features: Tensor, rows: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
     weight = rows.float().repeat_interleave(features.shape[2])[:, None]
     samples = torch.where(weight > 0, features.transpose(1, 2).flatten(0, 1), 0.0)
     centred = (samples - samples.sum(0) / weight.sum().clamp(min=1)) * weight
-    return centred / centred.norm().clamp(min=EPS)
+    return centred / centred.norm().clamp(min=MIN_NORM)
 
 
 class LearnedTemperature(SGDParameters):
@@ -133,42 +133,42 @@ class LearnedTemperature(SGDParameters):
         return MIN_TEMPERATURE + (MAX_TEMPERATURE - MIN_TEMPERATURE) * raw.sigmoid()
 
 
-def reversal(progress: float) -> float:
+def reversal_factor(progress: float) -> float:
     """Factor of the reversed gradient: 0 for the first fifth of the training, then along a cosine to 1."""
-    place = max(0.0, progress - REST) / (1 - REST)
+    place = max(0.0, progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)
     return (1 - math.cos(math.pi * min(place, 1.0))) / 2
 
 
-def scheduled(config: TeacherConfig, progress: float) -> float:
+def scheduled_temperature(config: TeacherConfig, progress: float) -> float:
     """T at a share of the training; a learned one where it begins."""
     if config.schedule != "linear":
         return config.temperature
     return config.temperature + (config.final_temperature - config.temperature) * progress
 
 
-def packed(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:
+def pack_outputs(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:
     """RECORD rows (B,) of log-probabilities (B, L) at the moves `index` (B, L), -1 in pads, and wdl (B, 3)."""
     rows = np.zeros(len(index), RECORD)
     scores = np.where(index >= 0, log_p, -np.inf)
-    top = np.argsort(-scores, axis=1, kind="stable")[:, :MOVES]
+    top = np.argsort(-scores, axis=1, kind="stable")[:, :KEPT_MOVES]
     best = np.take_along_axis(scores, top, axis=1)
-    rows["move"] = np.where(np.isfinite(best), top, NO_MOVE)
+    rows["move"] = np.where(np.isfinite(best), top, NO_PLACE)
     rows["log_p"] = np.where(np.isfinite(best), best, 0).clip(-6e4, 0)
     rows["rest"] = (1 - np.exp(best).sum(1)).clip(0, 1)
     rows["wdl"] = wdl
     return rows
 
 
-def unpacked(batch: Batch) -> Batch:
+def unpack_outputs(batch: Batch) -> Batch:
     """A gathered batch with `policy_teacher` (K,) f32, log-probabilities of the moves of `policy_index`, of its
     `sidecar` (B,) RECORD, if any. Moves that were left out share their rest alike.
     """
     if "sidecar" not in batch:
         return batch
     rows, offset = batch["sidecar"], batch["policy_offset"]
-    others = np.maximum(np.diff(offset) - MOVES, 1)
-    rest = np.log(np.maximum(rows["rest"].astype(np.float32), MIN_REST) / others)
+    others = np.maximum(np.diff(offset) - KEPT_MOVES, 1)
+    rest = np.log(np.maximum(rows["rest"].astype(np.float32), MIN_REST_SHARE) / others)
     log_p = np.repeat(rest.astype(np.float32), np.diff(offset))
-    row, place = np.nonzero(rows["move"] != NO_MOVE)
+    row, place = np.nonzero(rows["move"] != NO_PLACE)
     log_p[offset[row] + rows["move"][row, place]] = rows["log_p"][row, place]
     return {**batch, "policy_teacher": log_p}

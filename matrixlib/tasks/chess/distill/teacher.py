@@ -24,13 +24,20 @@ from matrixlib.engine.task import Batch, rows, slice_batch, to_device
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-from matrixlib.tasks.chess.distill.losses import LAYOUT, RECORD, packed, pairs, reversal, scheduled
+from matrixlib.tasks.chess.distill.losses import (
+    LAYOUT,
+    RECORD,
+    block_pairs,
+    pack_outputs,
+    reversal_factor,
+    scheduled_temperature,
+)
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
-from matrixlib.tasks.chess.losses import FILL
-from matrixlib.tasks.chess.model import depth
+from matrixlib.tasks.chess.losses import PAD_LOGIT
+from matrixlib.tasks.chess.model import tower_depth
 from matrixlib.tasks.chess.task import ChessTask
 
-ROWS = 256  # asked about at once, from the beginning of a block on, so that a file's bytes depend on nothing else
+QUERY_ROWS = 256  # asked about at once, from the beginning of a block on, so that a file's bytes depend on nothing else
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class ChessTeacher:
             if tower is None:
                 what = "whose blocks nobody sees: give its run, or set teacher.features to 0"
                 raise ValueError(f"teacher '{name}' is an ONNX file, {what}")
-            blocks = tuple(theirs for _, theirs in pairs(config.teacher, depth(config.model), len(tower)))
+            blocks = tuple(theirs for _, theirs in block_pairs(config.teacher, tower_depth(config.model), len(tower)))
         return cls(net, config.teacher, net.sha256, blocks)
 
     @property
@@ -67,19 +74,19 @@ class ChessTeacher:
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
         """The batch with `teacher_policy` (B, L), log-probabilities of `policy_index`'s moves, `teacher_wdl` (B, 3)
         where it has such a head, and `temperature` (B,) and `reversal` (B,), alike in all rows; in training, for each
-        of `blocks`, `teacher_features_<k>` as of `ChessTask.additions`. Held-out rows are scored at T = 1.
+        of `blocks`, `teacher_features_<k>` as of `ChessTask.residuals`. Held-out rows are scored at T = 1.
         """
         count, device = rows(batch), batch["pieces"].device
-        heat = 1.0 if progress is None else scheduled(self.config, progress)
-        factor = 0.0 if progress is None else reversal(progress)
+        heat = 1.0 if progress is None else scheduled_temperature(self.config, progress)
+        factor = 0.0 if progress is None else reversal_factor(progress)
         return {
             **batch,
-            **({} if "teacher_policy" in batch else self.ask(batch, self.blocks if progress is not None else ())),
+            **({} if "teacher_policy" in batch else self.query(batch, self.blocks if progress is not None else ())),
             "temperature": torch.full((count,), heat, device=device),
             "reversal": torch.full((count,), factor, device=device),
         }
 
-    def ask(self, batch: Batch, blocks: Sequence[int] = ()) -> dict[str, Tensor]:
+    def query(self, batch: Batch, blocks: Sequence[int] = ()) -> dict[str, Tensor]:
         """Its outputs in fp32 on the device of the batch. No inference mode: losses keep them for their gradients."""
         own, most, task = self.net.runtime.torch_device, self.net.serving.sizes[-1], self.net.task
         inputs = {name: batch[name] for name in INPUTS}
@@ -89,14 +96,14 @@ class ChessTeacher:
             for start in range(0, rows(batch), most):
                 part = to_device(slice_batch(inputs, start, start + most), own)
                 out = task.forward(self.net.model, part, names)
-                added = task.additions(out.get("stream", ()), part, blocks, self.config.squares)
+                added = task.residuals(out.get("stream", ()), part, blocks, self.config.squares)
                 parts.append(task.probabilities(out, part) | {f"features_{k}": maps for k, maps in enumerate(added)})
         outputs = {
             f"teacher_{name}": torch.cat([part[name] for part in parts]).float().to(batch["pieces"].device)
             for name in parts[0]
             if name != "value"
         }
-        return outputs | {"teacher_policy": outputs["teacher_policy"].clamp(min=FILL)}
+        return outputs | {"teacher_policy": outputs["teacher_policy"].clamp(min=PAD_LOGIT)}
 
 
 def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
@@ -107,7 +114,7 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
         raise ValueError("a teacher's outputs lie beside the shards: set teacher.cache to false, or copy the data set")
     own = folder / f"teacher-{teacher.sha256[:16]}"
     paths = {row.name: own / f"{row.name}.outputs" for row in shards}
-    missing = [row for row in shards if not fits(paths[row.name], row, teacher)]
+    missing = [row for row in shards if not is_current(paths[row.name], row, teacher)]
     if not missing:
         return Sidecars(LAYOUT, paths)
     count = sum(row.count for row in missing)
@@ -116,8 +123,8 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
         bar = live_bar(total=count, desc="asking the teacher", unit="position", leave=False)
         with FileLock(own / "lock"), bar:
             for row in missing:
-                if not fits(paths[row.name], row, teacher):  # another process may have made it meanwhile
-                    _make(paths[row.name], row, teacher, task, bar)
+                if not is_current(paths[row.name], row, teacher):  # another process may have made it meanwhile
+                    _write_sidecar(paths[row.name], row, teacher, task, bar)
     except OSError as error:
         raise ValueError(
             f"the teacher's outputs cannot be kept in {own} ({error}): make it writable, or set teacher.cache to false"
@@ -125,7 +132,7 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
     return Sidecars(LAYOUT, paths)
 
 
-def fits(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
+def is_current(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
     """Whether a sidecar can be used: of this teacher and of what the shard now holds, and not known to be damaged."""
     if not path.exists() or Sidecars.note(path).exists():
         return False
@@ -139,13 +146,13 @@ def fits(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
     return known.items() <= file.meta.items()
 
 
-def _make(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar: Any) -> None:
+def _write_sidecar(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar: Any) -> None:
     """Ask about the rows of one shard, block by block."""
     if file_hash(row.path) != row.sha256:
         raise ShardError(f"{row.path}: its bytes are not those that were catalogued; import it again")
     shard, blocks = Shard(row.path, records.LAYOUT), []
     for start in range(0, row.count, BLOCK):
-        blocks.append(_asked(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task))
+        blocks.append(_query_block(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task))
         bar.update(len(blocks[-1]))
     meta = {"source": row.source, "generator": "teacher", "seed": 0, "split": row.split}
     meta |= {"shard": row.sha256, "rows": shard.fingerprint, "teacher": teacher.sha256}
@@ -154,7 +161,7 @@ def _make(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar
     Sidecars.note(path).unlink(missing_ok=True)
 
 
-def _asked(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
+def _query_block(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
     """RECORD rows of one block of a shard; zeros of one that is damaged, which no loader gives."""
     try:
         batch = shard.gather(places)
@@ -162,9 +169,9 @@ def _asked(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: ChessT
         return np.zeros(len(places), RECORD)
     inputs = task.inputs(batch["records"], batch["policy_index"], batch["policy_offset"])
     parts = []
-    for start in range(0, len(places), ROWS):
-        part = {name: torch.from_numpy(array[start : start + ROWS]) for name, array in inputs.items()}
-        out = teacher.ask(part)
+    for start in range(0, len(places), QUERY_ROWS):
+        part = {name: torch.from_numpy(array[start : start + QUERY_ROWS]) for name, array in inputs.items()}
+        out = teacher.query(part)
         wdl = out.get("teacher_wdl", torch.zeros(len(part["pieces"]), 3))
-        parts.append(packed(*(tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"]))))
+        parts.append(pack_outputs(*(tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"]))))
     return np.concatenate(parts)

@@ -13,8 +13,8 @@ from matrixlib.data.loader import Loader
 from matrixlib.play.search import Evaluator, Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
-from matrixlib.tasks.chess.game import ChessGame, refuse_over
-from matrixlib.tasks.chess.records import before, from_boards, reversible
+from matrixlib.tasks.chess.game import ChessGame, check_not_over
+from matrixlib.tasks.chess.records import from_boards, positions_before, reversible_history
 from matrixlib.tasks.chess.task import boards_of
 from matrixlib.tasks.chess.uci.protocol import read_position
 from matrixlib.tasks.spec import Check
@@ -27,10 +27,10 @@ def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
     game = ChessGame()
     claim = board.is_repetition(3) and not board.is_fivefold_repetition()
     state = from_boards([board], repetition=1) if claim else from_boards([board])
-    refuse_over(game, state)
+    check_not_over(game, state)
     search = Search(game, Evaluator(net))
-    history = None if claim else game.key(reversible(board))
-    search.reset(0, state, history, past=before(board, net.task.history))
+    history = None if claim else game.key(reversible_history(board))
+    search.reset(0, state, history, past=positions_before(board, net.task.history))
     (result,) = search.run(simulations)
     (evaluation,) = net.evaluate_boards([board])
     return replace(evaluation, search=result)
@@ -47,7 +47,7 @@ def read_game(path: str | Path) -> list[chess.Board]:
     except IndexError:  # a variation that ends before it began
         game = None
     if game is None or game.errors or not game.variations:
-        raise ValueError(f"'{file.name}' does not start with a game whose moves can be played")
+        raise ValueError(f"'{file.name}' does not start with a game reference moves can be played")
     return [game.board(), *(node.board() for node in game.mainline())]
 
 
@@ -56,20 +56,20 @@ def read_game(path: str | Path) -> list[chess.Board]:
 
 @dataclass(frozen=True)
 class BoardViewer:
-    """Positions one after the other, as `runs.browse` shows them: boards with a title and the moves of `whose`."""
+    """Positions one after the other, as `runs.browse` shows them: boards with a title and the moves of `reference`."""
 
     positions: tuple[plots.Card, ...]
-    whose: str
+    reference: str
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def figure(self, net: Net, item: int, name: str) -> Any:
-        """The board with the network's moves as arrows, another with those of `whose`, and a map for each SSL head."""
+        """Boards with the moves of network and `reference` as arrows, and a map for each self-supervised head."""
         position = self.positions[item]
         evaluation = next(net.evaluate_boards([position.board]))
         heading = f"{html.escape(name)}: {position.title}<br>{evaluation.summary}<br>{evaluation.fen}"
-        return evaluation.boards({self.whose: position.moves}, heading)
+        return evaluation.boards({self.reference: position.moves}, heading)
 
     def board(self, net: Net, item: int, name: str, widget: Any = None) -> Any:
         """The same on the board of `play.ipynb`; a `widget` is changed in place."""
@@ -78,7 +78,7 @@ class BoardViewer:
 
         position = self.positions[item]
         evaluation = next(net.evaluate_boards([position.board]))
-        moves = {"network": evaluation.moves, self.whose: position.moves}
+        moves = {"network": evaluation.moves, self.reference: position.moves}
         words = {"status": f"{name}: {position.title}", "line": evaluation.summary}
         widget = widget or BoardWidget({})
         widget.page = position_page(position.board, moves, evaluation.maps) | words
@@ -106,7 +106,7 @@ def held_out_viewer(held_out: Loader, count: int) -> BoardViewer:
     positions: list[plots.Card] = []
     for batch in held_out.sequential(count, sample=count):
         for row, board in enumerate(boards_of(batch)):
-            weights = plots.shares_of(batch, row, board)
+            weights = plots.target_moves(batch, row, board)
             shares = {move: weight / sum(weights.values()) for move, weight in weights.items()}
             positions.append(plots.Card(board, f"held-out position {len(positions)}", shares))
     return BoardViewer(tuple(positions), "teacher")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from matrixlib.play.search import SearchResult
 
-BATCH = 512  # boards turned into arrays at a time
+BOARDS_PER_BATCH = 512  # boards turned into arrays at a time
 INPUTS = ("pieces", "state", "policy_index")
 """Of a batch of `prepare`: what networks are asked with. One that looks at history fills it up by its own rule."""
 
@@ -97,12 +97,12 @@ class Evaluation:
     def boards(self, others: Mapping[str, Mapping[str, float]] = {}, heading: str = "") -> HTML:
         """The network's moves, the search's and those of `others` (title -> UCI -> share) as arrows, and a map for each
         self-supervised head. heading: HTML above them."""
-        from matrixlib.tasks.chess.plots import Card, boards, map_fill, map_note
+        from matrixlib.tasks.chess.plots import Card, boards, map_fill, map_legend
 
         moves = {"network": self.moves, **({"search": self.visits} if self.search else {}), **others}
         cards = [Card(self.board, title, shares) for title, shares in moves.items()]
         for head, values in self.maps.items():
-            cards.append(Card(self.board, head, fill=map_fill(head, values), note=map_note(head)))
+            cards.append(Card(self.board, head, fill=map_fill(head, values), note=map_legend(head)))
         return boards(cards, heading=heading)
 
 
@@ -119,8 +119,8 @@ class Net(Network):
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards, with the moves that led to them."""
         heads: frozenset[str] = frozenset(self.task.config.model.ssl)
-        for start in range(0, len(boards), BATCH):
-            part = boards[start : start + BATCH]
+        for start in range(0, len(boards), BOARDS_PER_BATCH):
+            part = boards[start : start + BOARDS_PER_BATCH]
             batch = self._pack(part)
             out = self.predict(batch, heads)
             probability = np.exp(out["policy"])
@@ -136,7 +136,7 @@ class Net(Network):
 
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
         """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
-        parts = [boards[start : start + BATCH] for start in range(0, len(boards), BATCH)]
+        parts = [boards[start : start + BOARDS_PER_BATCH] for start in range(0, len(boards), BOARDS_PER_BATCH)]
         values = [self.predict(self._pack(part))["value"] for part in parts]
         return np.concatenate([np.zeros(0, np.float32), *values])
 
@@ -154,7 +154,7 @@ class Net(Network):
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
         rows = records.from_boards(list(boards))
-        past = (records.past_of(boards, self.task.history),) if self.task.history else ()
+        past = (records.batch_history(boards, self.task.history),) if self.task.history else ()
         return self.task.inputs(rows, *records.legal_indices(rows), *past)
 
 

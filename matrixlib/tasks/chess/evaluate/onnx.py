@@ -21,7 +21,7 @@ from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.lc0.network import open_weights
-from matrixlib.tasks.chess.matrix0 import config_of, fitting, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import convert_weights, infer_config, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.task import ChessTask
@@ -72,7 +72,7 @@ class ChessOnnx(onnx.OnnxModule):
     def forward(self, planes: Tensor) -> tuple[Tensor, ...]:
         out = self.model(planes, frozenset({"policy", "value", *self.heads}))
         value = out["value"] if self.scalar else out["value"].softmax(1)
-        maps = (self.task.shares(name, logits) for name, logits in out.get("ssl", {}).items())
+        maps = (self.task.ssl_probabilities(name, logits) for name, logits in out.get("ssl", {}).items())
         return out["policy"], value, *maps
 
     def metadata(self) -> dict[str, str]:
@@ -181,11 +181,11 @@ def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
     """What a file of Matrix0 does not say of its network is warned of. ValueError names a file that cannot be."""
     data = read_checkpoint(path)
     try:
-        model_config, message = config_of(data)
+        model_config, message = infer_config(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
         with torch.device("meta"):  # before a network of the sizes that a file claims takes memory
             empty = PolicyValueNet(model_config)
-        weights = fitting(data, empty.state_dict())
+        weights = convert_weights(data, empty.state_dict())
         empty.load_state_dict(weights, assign=True)
         model = task.build_model()
         model.load_state_dict(weights)
@@ -199,7 +199,7 @@ def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
     return task, model
 
 
-def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
+def backends(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
     """The same network evaluated in every way there is, by name, which ends with the dtype; on the CPU, with the extra
     `onnx`, also as ONNX files in `folder`."""
     nets = {}

@@ -10,7 +10,7 @@ from matrixlib.tasks.chess.records import PIECE_VALUES
 Maps = dict[str, NDArray[np.uint8]]
 
 EMPTY = 12
-_WORTH = (*PIECE_VALUES[:5], 1000)  # P N B R Q K, which is above all
+_VALUES = (*PIECE_VALUES[:5], 1000)  # P N B R Q K, which is above all
 
 
 def maps(board: chess.Board, backwards: bool = False) -> Maps:
@@ -33,10 +33,10 @@ def maps(board: chess.Board, backwards: bool = False) -> Maps:
         out["piece"][square] = piece.piece_type - 1 + 6 * (piece.color == chess.BLACK)
         out["pin"][square] = piece.piece_type != chess.KING and board.is_pinned(piece.color, square)
         victims = chess.scan_forward(attacks[square] & board.occupied_co[not piece.color])
-        worth = _WORTH[piece.piece_type - 1]
+        worth = _VALUES[piece.piece_type - 1]
         out["fork"][square] = (
             sum(
-                _WORTH[pieces[victim].piece_type - 1] > worth or not count[int(not piece.color), victim]
+                _VALUES[pieces[victim].piece_type - 1] > worth or not count[int(not piece.color), victim]
                 for victim in victims
             )
             >= 2

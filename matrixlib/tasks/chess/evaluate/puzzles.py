@@ -19,17 +19,17 @@ from scipy.stats import binomtest
 from matrixlib.play.match import Turn
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.strength import network_player
-from matrixlib.tasks.chess.game import ChessGame, refuse_over
+from matrixlib.tasks.chess.game import ChessGame, check_not_over
 from matrixlib.tasks.chess.importers import epd
-from matrixlib.tasks.chess.importers.notation import opened, text_lines
-from matrixlib.tasks.chess.records import PIECE_VALUES, before, from_boards, move_from_index, parse_fen
+from matrixlib.tasks.chess.importers.notation import open_compressed, read_lines
+from matrixlib.tasks.chess.records import PIECE_VALUES, from_boards, move_from_index, parse_fen, positions_before
 
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
 """Boards -> the move for each in UCI, None where there is none."""
 Flags = NDArray[np.bool_]
 BASELINE = "best capture"
-BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
-MIN_PUZZLES = 20  # of a theme that is shown
+RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
+MIN_THEME_PUZZLES = 20  # of a theme that is shown
 MAX_SIMULATIONS = 50_000  # of all trees that are searched at once
 
 
@@ -48,8 +48,8 @@ class Puzzle:
 def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     """Lichess puzzles of a CSV file (columns FEN, Moves, Rating, maybe Themes; FEN is before the set-up move), also
     compressed. limit: the first so many, 0 all. ValueError names the file, and the line that is not legal chess."""
-    file = _file(path)
-    with opened(file) as stream:
+    file = _existing_file(path)
+    with open_compressed(file) as stream:
         options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "nrows": limit or None}
         try:
             table = pd.read_csv(stream, encoding="utf-8-sig", encoding_errors="replace", **options)
@@ -67,7 +67,7 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     return puzzles
 
 
-def _file(path: str | Path) -> Path:
+def _existing_file(path: str | Path) -> Path:
     if not os.path.isfile(path):
         raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV or of an EPD suite")
     return Path(path)
@@ -87,15 +87,15 @@ def _puzzle(fen: str, moves: str, rating: str, themes: str) -> Puzzle:
 def read_epd(path: str | Path) -> list[Puzzle]:
     """Puzzles of an EPD file, also a compressed one: lines with `bm` (one of these) or `am` (none of these); `#`
     starts a comment. ValueError names the file, and the line that is no puzzle; also where there is none at all."""
-    file, puzzles = _file(path), []
-    with opened(file) as stream:
-        text = [part for line in text_lines(stream) for part in line.decode("utf-8-sig", "replace").splitlines()]
+    file, puzzles = _existing_file(path), []
+    with open_compressed(file) as stream:
+        text = [part for line in read_lines(stream) for part in line.decode("utf-8-sig", "replace").splitlines()]
     for number, line in enumerate(text, start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
             board, operations, _ = epd.parse(line)
-            answers = frozenset(epd.best_of(board, operations))
+            answers = frozenset(epd.best_moves(board, operations))
             if not answers:
                 raise ValueError("it has neither bm nor am")
         except ValueError as error:
@@ -127,9 +127,10 @@ def searcher(net: Net, simulations: int) -> Solver:
         for start in range(0, len(live), at_once):
             part = live[start : start + at_once]
             states = from_boards([boards[i] for i in part], repetition=0)
-            refuse_over(ChessGame(), states)
-            none, past = [np.zeros(0, np.uint64)] * len(part), [before(boards[i], net.task.history) for i in part]
-            found = play(Turn(np.array(part), states, none, past, [()] * len(part))).moves
+            check_not_over(ChessGame(), states)
+            keys = [np.zeros(0, np.uint64)] * len(part)
+            past = [positions_before(boards[i], net.task.history) for i in part]
+            found = play(Turn(np.array(part), states, keys, past, [()] * len(part))).moves
             moves |= {i: move_from_index(int(move), boards[i]).uci() for i, move in zip(part, found, strict=True)}
         return [moves.get(i) for i in range(len(boards))]
 
@@ -159,14 +160,14 @@ def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
     return [best[i][1] if i in best else None for i in range(len(boards))]
 
 
-def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
+def grade(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     """(first move found, whole line found), both (N,). Any move that mates is right where the answer mates."""
     found = np.zeros(len(puzzles), np.int64)  # moves of the line, up to the first that was missed
     boards = [puzzle.board.copy() for puzzle in puzzles]  # with the set-up move, which some networks look at
     live, ply = list(range(len(puzzles))), 0
     while live:
         moves = solver([boards[i] for i in live])
-        live = [i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i], ply, move)]
+        live = [i for i, move in zip(live, moves, strict=True) if is_correct(boards[i], puzzles[i], ply, move)]
         ply += 2
         found[live] = ply
         live = [i for i in live if ply < len(puzzles[i].line)]
@@ -176,7 +177,7 @@ def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     return found > 0, found >= [len(puzzle.line) for puzzle in puzzles]
 
 
-def right(board: chess.Board, puzzle: Puzzle, ply: int, move: str | None) -> bool:
+def is_correct(board: chess.Board, puzzle: Puzzle, ply: int, move: str | None) -> bool:
     """Whether a move is the answer at this ply of the line, or one of several, or mates as the answer does."""
     if move is None or move == puzzle.line[ply].uci():
         return move is not None
@@ -194,7 +195,7 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
 def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
     """A row for each group (`all`, bands of rating, themes of MIN_PUZZLES puzzles) and solver: puzzles, and the shares
     of first moves and whole lines that it finds, in percent with their 95 % intervals."""
-    results = {name: attempt(solver, puzzles) for name, solver in by.items()}
+    results = {name: grade(solver, puzzles) for name, solver in by.items()}
     rows = []
     for group, members in _groups(puzzles).items():
         for name, (first, whole) in results.items():
@@ -210,10 +211,10 @@ def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
 def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
     """Name -> indices of the puzzles."""
     groups, themes = {"all": list(range(len(puzzles)))}, defaultdict[str, list[int]](list)
-    for low, high in BANDS:
+    for low, high in RATING_BANDS:
         groups[f"{low}-{high}"] = [i for i, p in enumerate(puzzles) if low <= p.rating < high]
     for i, puzzle in enumerate(puzzles):
         for theme in puzzle.themes:
             themes[theme].append(i)
-    groups |= {theme: members for theme, members in sorted(themes.items()) if len(members) >= MIN_PUZZLES}
+    groups |= {theme: members for theme, members in sorted(themes.items()) if len(members) >= MIN_THEME_PUZZLES}
     return {group: members for group, members in groups.items() if members}

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-LEAST = {"simulations": 1, "engine_elo": 1, "engine_nodes": 1, "sample": 0, "puzzle_limit": 0, "games": 0}
+MINIMUM = {"simulations": 1, "engine_elo": 1, "engine_nodes": 1, "sample": 0, "puzzle_limit": 0, "games": 0}
 
 
 def check_request(parameters: Mapping[str, Any]) -> None:
     """ValueError names what cannot be done of the parameters of eval.ipynb; empty paths are not asked for."""
-    for name, least in LEAST.items():
+    for name, least in MINIMUM.items():
         if (worst := np.min(parameters.get(name, least), initial=least)) < least:
             raise ValueError(f"'{name}' must be {least} or more, not {worst}")
     for name in ("game", "puzzles", "suites"):

@@ -28,15 +28,16 @@ from matrixlib.tasks.chess.stockfish.client import Stockfish
 from matrixlib.tasks.chess.uci.protocol import legal_move
 
 Names: TypeAlias = tuple[str, str]
-SEARCH = SearchOptions(leaves=1)  # many trees fill a batch: a second leaf of one tree under virtual loss costs strength
+# One leaf a tree: batches are filled by many games, and virtual loss costs strength
+MATCH_SEARCH = SearchOptions(leaves=1)
 OPENING_PLIES = 6
-PLAYERS = ("network", "Stockfish")  # names that a number follows
+RESERVED_NAMES = ("network", "Stockfish")  # names that a number follows
 HASH_MB = 16  # of an engine, which is its own default
 
 
 def network_player(net: Net, simulations: int) -> Player:
     """Plays the best move of a search with the network, without noise; 0 simulations: the most probable move."""
-    return search_player(ChessGame(), Evaluator(net), simulations, SEARCH)
+    return search_player(ChessGame(), Evaluator(net), simulations, MATCH_SEARCH)
 
 
 def capture_player(seed: int) -> Player:
@@ -81,7 +82,7 @@ def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]
         raise ValueError(f"opponents: {wrong[0]!r} stands there twice, or is no name: give runs, checkpoints or files")
     last = [Path(path).name for path in paths]
     names = [name if last.count(name) == 1 else path for name, path in zip(last, paths, strict=True)]
-    names = [f"opponent {name}" if name in PLAYERS else name for name in names]
+    names = [f"opponent {name}" if name in RESERVED_NAMES else name for name in names]
     return {name: load(path, device=device) for name, path in zip(names, paths, strict=True)}
 
 

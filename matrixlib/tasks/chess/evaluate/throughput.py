@@ -14,10 +14,10 @@ from matrixlib.tasks.chess.model import flops
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
-SIZES = (1, 32, 256, 1024)
+BATCH_SIZES = (1, 32, 256, 1024)
 
 
-def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: float = 2.0) -> pd.DataFrame:
+def measure(nets: Mapping[str, Net], sizes: Sequence[int] = BATCH_SIZES, seconds: float = 2.0) -> pd.DataFrame:
     """A row for each engine and number of `rows` evaluated at once: median `rate` in positions a second, and `limit`,
     what the matrix product alone would allow in the dtype with which the engine's name ends; nan for other names.
     seconds: of each row. All engines take turns, so that a change in the machine's speed meets them alike."""

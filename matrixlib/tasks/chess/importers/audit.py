@@ -14,22 +14,22 @@ from matrixlib.data.remote import local_path
 from matrixlib.data.shards import BLOCK, Batch, Shard, ShardError, ragged_rows
 from matrixlib.data.shards import concat as concat_batches
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import standing_rights
+from matrixlib.tasks.chess.importers.notation import valid_castling
 from matrixlib.tasks.chess.records import (
     LAYOUT,
     UNKNOWN,
     WDL_SUM,
-    hashes_of,
     legal_indices,
     move_from_index,
-    playable,
+    position_hashes,
     to_board,
+    valid_positions,
 )
 
 MAX_BLOCKS = 64  # of a source that its sample is from: a set of any size is looked at in seconds
 MIN_SHARDS = 9  # of a source and split, below which none is called an outlier
-FAR = 6.0  # robust standard deviations
-COMPARED = [
+OUTLIER_Z = 6.0  # robust standard deviations
+COMPARED_FIGURES = [
     *("policy_mean", "policy_weight_entropy_mean", "policy_weight_entropy_std", "policy_weight_zero"),
     *("men", "ply", "black", "known_result", "known_wdl"),
     *("win", "draw", "loss", "white", "value", "value_gap"),
@@ -44,19 +44,19 @@ def faults(batch: Batch) -> dict[str, NDArray[np.bool_]]:
     records = batch["records"]
     total = records["wdl"].sum(axis=1, dtype=np.int64)
     file = bitboard.legal_en_passant(records["pieces"], records["en_passant"])
-    standing = standing_rights(records["castling"], records["pieces"])
+    standing = valid_castling(records["castling"], records["pieces"])
     masks = {
-        "not a position of chess": ~playable(bitboard.bitboards(records["pieces"])),
+        "not a position of chess": ~valid_positions(bitboard.bitboards(records["pieces"])),
         "a castling right without king and rook at home": standing != records["castling"],
         "an en-passant file where no capture is legal": file != records["en_passant"],
         "no such result": (records["result"] < -1) | (records["result"] > UNKNOWN),
         "win, draw and loss do not add up": (total != 0) & (total != WDL_SUM),
-        "the listed moves are not the legal ones": unlike_legal(batch),
+        "the listed moves are not the legal ones": wrong_move_lists(batch),
     }
     return {fault: rows for fault, rows in masks.items() if rows.any()}
 
 
-def unlike_legal(batch: Batch) -> NDArray[np.bool_]:
+def wrong_move_lists(batch: Batch) -> NDArray[np.bool_]:
     """(n,) bool: the listed policy indices are not exactly those of the legal moves, in ascending order."""
     index, offset = legal_indices(batch["records"])
     wrong: NDArray[np.bool_] = np.diff(offset) != np.diff(batch["policy_offset"])
@@ -108,7 +108,7 @@ def figures(batch: Batch) -> dict[str, float]:
     numbers = {
         **points[["men", "ply", "white", "value"]].mean(),
         "records": len(points),
-        "duplicates": len(points) - len(np.unique(hashes_of(batch["records"]))),
+        "duplicates": len(points) - len(np.unique(position_hashes(batch["records"]))),
         "policy_mean": points["moves"].mean(),
         "policy_weight_entropy_mean": entropy.mean(),
         "policy_weight_entropy_std": entropy.std(ddof=0),
@@ -122,12 +122,12 @@ def figures(batch: Batch) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items() if not np.isnan(number)}
 
 
-def distances(rows: Iterable[ShardRow]) -> DataFrame:
+def outlier_scores(rows: Iterable[ShardRow]) -> DataFrame:
     """How far each quality figure of a shard is from the median of the shards of its source and split, where those
     are 9 at least, in robust standard deviations (1.4826 times the median absolute deviation, at least 2 % of the
     median and 0.01); by name."""
     measured = [row for row in rows if row.state == "healthy" and row.quality]
-    table = DataFrame([dict(row.quality) for row in measured], [row.name for row in measured], COMPARED, float)
+    table = DataFrame([dict(row.quality) for row in measured], [row.name for row in measured], COMPARED_FIGURES, float)
     groups = [[row.source for row in measured], [row.split for row in measured]]
     middle = table.groupby(groups).transform("median")
     scale = 1.4826 * (table - middle).abs().groupby(groups).transform("median")
@@ -139,9 +139,9 @@ def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
     """Put what is far off in the figures of these shards into the catalogue beside them ("outliers": figure -> robust
     z). Returns it in words."""
     rows = {row.name: row for row in catalogue.shards()}
-    found, lines = distances(rows.values()), []
+    found, lines = outlier_scores(rows.values()), []
     for name in filter(set(names).__contains__, found.index):
-        far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > FAR}
+        far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > OUTLIER_Z}
         if far:
             catalogue.set_quality(name, {**rows[name].quality, "outliers": far})
             lines.append(f"{name}: " + ", ".join(f"{figure} (z {z:+.1f})" for figure, z in far.items()))
@@ -217,7 +217,7 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
         "best": best,
         "weight": share,
         **found,
-        "key": hashes_of(batch["records"], mirrored=True),
+        "key": position_hashes(batch["records"], mirrored=True),
         "fault": fault,
     }
     return DataFrame(facts)

@@ -13,10 +13,10 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, select, write_shard
 from matrixlib.files import sync_folder, write_text
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, hashes_of, mirror
-from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares, whole_shares
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror, position_hashes
+from matrixlib.tasks.chess.stockfish.labels import integer_shares, wdl_of_shares
 
-FACTS = "merged.json"  # in the new folder: which shards it was made of
+MANIFEST = "merged.json"  # in the new folder: which shards it was made of
 
 
 def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
@@ -31,12 +31,12 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     rows = sorted(Catalogue(folder, warn=False).shards(), key=lambda row: (row.split != "train", row.name))
     made_of = [[row.name, row.sha256] for row in rows]
     if out.exists():
-        facts = json.loads((out / FACTS).read_text()) if (out / FACTS).is_file() else {}
+        facts = json.loads((out / MANIFEST).read_text()) if (out / MANIFEST).is_file() else {}
         if facts.get("made_of") != made_of:
             raise ValueError(f"{out} was not made of what {folder} holds now: give another folder, or delete that one")
         return dict(facts["counts"])
     # One shard is open at a time: each holds a file, and a folder may have more than a process may open
-    keys = [hashes_of(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows]
+    keys = [position_hashes(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows]
     shards = np.repeat(np.arange(len(rows)), np.array([row.count for row in rows], np.int64))
     numbers = np.concatenate([np.zeros(0, np.int64), *(np.arange(row.count) for row in rows)])
     table = DataFrame({"key": np.concatenate([np.zeros(0, np.uint64), *keys]), "shard": shards, "row": numbers})
@@ -48,7 +48,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     order = np.argsort(table["key"].to_numpy(), kind="stable")  # group by group, the first of a group first
     batch, table = select(concat(gathered, LAYOUT), order, LAYOUT), table.iloc[order]
     group = table["key"].factorize()[0]
-    batch, alike = _like_first(batch, np.searchsorted(group, group))
+    batch, alike = _align_to_first(batch, np.searchsorted(group, group))
     batch, table, group = select(batch, np.flatnonzero(alike), LAYOUT), table[alike], group[alike]
     first = np.unique(group, return_index=True)[1]
     sources = DataFrame({"group": group, "source": batch["records"]["source"]}).groupby("group")["source"].nunique()
@@ -73,13 +73,13 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
         write_shard(unfinished / row.name, LAYOUT, part, {**meta, "quality": audit.figures(part)})
     before = sum(row.count for row in rows)
     counts = {"positions": before, "different": before - len(dropped), "in several sources": int((sources > 1).sum())}
-    write_text(unfinished / FACTS, json.dumps({"made_of": made_of, "counts": counts}))
+    write_text(unfinished / MANIFEST, json.dumps({"made_of": made_of, "counts": counts}))
     os.rename(unfinished, out)
     sync_folder(out.parent)
     return counts
 
 
-def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
+def _align_to_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
     """The batch with each row turned to look like the first of its group, and which do: hashes may collide."""
     records = batch["records"]
 
@@ -103,7 +103,7 @@ def merge(batch: Batch, group: np.ndarray) -> Batch:
     place = np.arange(len(batch["policy_weight"])) - np.repeat(offset[:-1] - offset[own_first], length)
     total = np.bincount(place, batch["policy_weight"], len(place)).astype(np.int64)
     out = select({**batch, "policy_weight": total}, first, LAYOUT)
-    out["policy_weight"] = whole_shares(out["policy_weight"], out["policy_offset"])
+    out["policy_weight"] = integer_shares(out["policy_weight"], out["policy_offset"])
     if not len(first):
         return out
     records, old = out["records"], batch["records"]

@@ -15,13 +15,13 @@ import numpy as np
 from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, ids_of, parse_fen, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, parse_fen, policy_index, position_ids
 from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish, score_of
-from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, Positions, assemble, label, wdl_of_score, weights_of
+from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, Positions, assemble, label, level_weights, wdl_of_score
 from matrixlib.tasks.chess.stockfish.sample import Parameters
 
-PART = 1 << 16  # bytes, about 700 positions
-LABELLED_PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
+PART_BYTES = 1 << 16  # bytes, about 700 positions
+LABELLED_PART_BYTES = 1 << 13  # bytes, about 130 positions: some seconds of the engine
 TOKEN = re.compile(r'"([^"]*)"?|(;)|([^\s;"]+)')
 OPERATIONS = re.compile(  # for a line that has lost a semicolon; the comments c1 to c8 read like moves of a pawn
     r"acd|acn|acs|am|bm|ce|dm|draw_\w+|eco|fmvn|hmvc|id|nic|noop|pm|pv|rc|resign|sm|tcgs|tcri|tcsi|c[09]|v\d"
@@ -42,11 +42,11 @@ def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
     clock, full = counters.groups() if counters else ("0", "1")
     numbers = [(operations.get(name) or [old])[0] for name, old in (("hmvc", clock), ("fmvn", full))]
     if len(fields) > 2 and re.search(r"[A-Ha-h]", fields[2]):
-        raise notation.Unusable("Chess960 castling", f"'{fields[2]}' is not of standard chess")
+        raise notation.QuarantinedEntry("Chess960 castling", f"'{fields[2]}' is not of standard chess")
     try:
         return parse_fen(" ".join([*fields[:4], *numbers])), operations, lost
     except ValueError as error:
-        raise notation.Unusable("not a position of chess", str(error)) from None
+        raise notation.QuarantinedEntry("not a position of chess", str(error)) from None
 
 
 def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
@@ -65,13 +65,13 @@ def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
     return operations, lost
 
 
-def best_of(board: chess.Board, operations: Operations) -> set[chess.Move]:
+def best_moves(board: chess.Board, operations: Operations) -> set[chess.Move]:
     """The moves that share the policy; none where neither bm nor am is given. Raises Unusable."""
     best, avoided = ({_move(board, word) for word in operations.get(name, ())} for name in ("bm", "am"))
     if not best and avoided:
         best = set(board.legal_moves) - avoided
         if not best:
-            raise notation.Unusable("every move is avoided", f"'{board.fen()}'")
+            raise notation.QuarantinedEntry("every move is avoided", f"'{board.fen()}'")
     return best
 
 
@@ -80,9 +80,9 @@ def _move(board: chess.Board, word: str) -> chess.Move:
         move = board.parse_san(word.rstrip("!?,"))
     except ValueError as error:
         reasons = {chess.AmbiguousMoveError: "ambiguous move", chess.IllegalMoveError: "illegal move"}
-        raise notation.Unusable(reasons.get(type(error), "not a move"), str(error)) from None
+        raise notation.QuarantinedEntry(reasons.get(type(error), "not a move"), str(error)) from None
     if not move:
-        raise notation.Unusable("not a move", f"'{word}' passes")
+        raise notation.QuarantinedEntry("not a move", f"'{word}' passes")
     return move
 
 
@@ -92,7 +92,7 @@ def score_from(operations: Operations) -> int | None:
         if name in operations:
             words = operations[name]
             if len(words) != 1 or not re.fullmatch(r"[+-]?\d{1,9}", words[0]):
-                raise notation.Unusable("bad number", f"{name} {' '.join(words)}")
+                raise notation.QuarantinedEntry("bad number", f"{name} {' '.join(words)}")
             return score_of(kind, int(words[0]))
     return None
 
@@ -100,19 +100,19 @@ def score_from(operations: Operations) -> int | None:
 def _position(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
     """`parse`, of a line with a game that is not over."""
     if line.startswith("#"):
-        raise notation.LeftOut("comment")
+        raise notation.SkippedEntry("comment")
     parsed = parse(line)
     if not any(parsed[0].legal_moves):
-        raise notation.LeftOut("game over")
+        raise notation.SkippedEntry("game over")
     return parsed
 
 
 def _exercise(line: str) -> tuple[chess.Board, set[chess.Move], int | None, bool]:
     """(board, best moves, score, whether a semicolon is missing) of a line that says a move or a score."""
     board, operations, lost = _position(line)
-    best, score = best_of(board, operations), score_from(operations)
+    best, score = best_moves(board, operations), score_from(operations)
     if not best and score is None:
-        raise notation.LeftOut("neither bm, am, ce nor dm")
+        raise notation.SkippedEntry("neither bm, am, ce nor dm")
     return board, best, score, lost
 
 
@@ -124,19 +124,19 @@ class Epd:
     source: ClassVar[str] = "epd"
 
     def parts(self, path: Path) -> Iterator[Part]:
-        with notation.opened(path) as file:
+        with notation.open_compressed(path) as file:
             head = file.read(1 << 16)
         if head.strip() and not re.search(rb"(?m)^\s*([^\s/]+/){7}\S+\s+[wb]\s", head):
             raise ValueError(f"{path} has no line that starts like a FEN: give an EPD file")
-        yield from notation.lines_in_parts(path, PART)
+        yield from notation.line_parts(path, PART_BYTES)
 
     def read(self, part: Part) -> ParseResult:
-        lines, entries = notation.lines_of(part), ParseResult(part)
-        exercises = [exercise for _, exercise in notation.usable(lines, _exercise, entries)]
+        lines, entries = notation.part_lines(part), ParseResult(part)
+        exercises = [exercise for _, exercise in notation.parse_entries(lines, _exercise, entries)]
         entries.warned["missing semicolon"] = sum(lost for *_, lost in exercises)
         records = from_boards([board for board, *_ in exercises], source=SOURCES[self.source])
-        records["game"] = ids_of(records)
-        legal = notation.legal_of(records)
+        records["game"] = position_ids(records)
+        legal = notation.legal_moves(records)
         level = np.full(len(legal.index), NO_WEIGHT)
         for row, (board, best, score, _) in enumerate(exercises):
             if score is not None:
@@ -144,7 +144,7 @@ class Epd:
             indices = legal.index[legal.offset[row] : legal.offset[row + 1]]
             best_indices = np.array([policy_index(move, board.turn) for move in best], np.int64)
             level[legal.offset[row] + np.searchsorted(indices, best_indices)] = 0
-        return entries.result(legal.batch(records, weights_of(level, legal.offset)), len(lines))
+        return entries.result(legal.batch(records, level_weights(level, legal.offset)), len(lines))
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,17 @@ class Labelled:
     def parts(self, path: Path) -> Iterator[Part]:
         """EngineError, which says how to install it, where there is no Stockfish."""
         find_stockfish(self.stockfish)
-        yield from notation.lines_in_parts(path, LABELLED_PART)
+        yield from notation.line_parts(path, LABELLED_PART_BYTES)
 
     def read(self, part: Part) -> ParseResult:
         """Starts an engine of its own. Raises EngineError where that fails."""
-        lines, entries = notation.lines_of(part), ParseResult(part)
-        boards = [board for _, (board, *_) in notation.usable(lines, _position, entries)]
+        lines, entries = notation.part_lines(part), ParseResult(part)
+        boards = [board for _, (board, *_) in notation.parse_entries(lines, _position, entries)]
         if not boards:
             return entries.result(concat([], LAYOUT), len(lines))
         with Stockfish(self.stockfish) as engine:
             labels = [label(engine, board, self.shallow_depth, self.deep_depth) for board in boards]
         records = from_boards(boards, source=SOURCES[self.source])
-        records["game"] = ids_of(records)
+        records["game"] = position_ids(records)
         level = np.concatenate([np.array(one.level, np.uint8) for one in labels])
         return entries.result(assemble(Positions(records, np.array([one.wdl for one in labels]), level)), len(lines))

@@ -18,11 +18,11 @@ from matrixlib.tasks.chess.importers.epd import Epd, Labelled
 from matrixlib.tasks.chess.importers.lichess import Evaluations, Puzzles
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.importers.planes import Lc0, Matrix0Data
-from matrixlib.tasks.chess.records import LAYOUT, SHARD, held_out
+from matrixlib.tasks.chess.records import LAYOUT, SHARD_RECORDS, in_validation
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
-VERSION = 1  # of what decides about names and bytes
-STEP = 4 * SHARD  # training positions, from which on a step ends
+IMPORT_VERSION = 1  # of what decides about names and bytes
+STEP_POSITIONS = 4 * SHARD_RECORDS  # training positions, from which on a step ends
 KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compression taken off
     ".pgn": Pgn,
     ".csv": Puzzles,
@@ -53,7 +53,16 @@ def import_files(
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
-    storage = Storage(LAYOUT, VERSION, SHARD, STEP, held_out, audit.faults, audit.figures, audit.mark_outliers)
+    storage = Storage(
+        LAYOUT,
+        IMPORT_VERSION,
+        SHARD_RECORDS,
+        STEP_POSITIONS,
+        in_validation,
+        audit.faults,
+        audit.figures,
+        audit.mark_outliers,
+    )
     return import_each(jobs, Path(folder), storage, workers, progress, limit)
 
 

@@ -17,16 +17,22 @@ import numpy as np
 from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.records import LAYOUT, Records, game_id, ids_of, play
+from matrixlib.tasks.chess.records import LAYOUT, Records, game_id, play, position_ids
 from matrixlib.tasks.chess.stockfish.client import MATE, score_of
-from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, wdl_of_score, weights_of
+from matrixlib.tasks.chess.stockfish.labels import (
+    LEVEL_CENTIPAWNS,
+    NO_WEIGHT,
+    level_weights,
+    to_centipawns,
+    wdl_of_score,
+)
 
-PART = 1 << 18  # bytes, about 1,500 puzzles or 350 evaluations
+PART_BYTES = 1 << 18  # bytes, about 1,500 puzzles or 350 evaluations
 GAME = re.compile(r"lichess\.org/(\w{8})")
 Found = list[tuple[int, tuple[str, Any]]]  # number of an entry, FEN and what else its line says
 
 
-def _settle(
+def _quarantine_faulty(
     entries: ParseResult, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]
 ) -> int:
     """Refuse the entries with a fault, and leave out those of Chess960; how many are left."""
@@ -49,34 +55,34 @@ class Puzzles:
     source: ClassVar[str] = "puzzles"
 
     def parts(self, path: Path) -> Iterator[Part]:
-        with notation.opened(path) as file:
-            lines = filter(bytes.strip, notation.text_lines(file))
+        with notation.open_compressed(path) as file:
+            lines = filter(bytes.strip, notation.read_lines(file))
             header = next(lines, b"")
             if not {"FEN", "Moves"} <= set(fields_of(header.decode("utf-8-sig", "replace").strip())):
                 raise ValueError(f"{path} is no Lichess puzzle CSV: its first line must name the columns FEN and Moves")
-            yield from notation.parts_of(lines, PART, header=header)
+            yield from notation.split_parts(lines, PART_BYTES, header=header)
 
     def read(self, part: Part) -> ParseResult:
-        header, *lines = notation.lines_of(part)
+        header, *lines = notation.part_lines(part)
         names, entries = fields_of(header), ParseResult(part)
 
         def parse(line: str) -> tuple[str, tuple[list[str], str]]:
             row = dict(zip(names, fields_of(line), strict=False))
             moves = row.get("Moves", "").split()
             if len(moves) < 2:
-                raise notation.Unusable("no solution", "the line ends before the solver's move", 0)
+                raise notation.QuarantinedEntry("no solution", "the line ends before the solver's move", 0)
             return row.get("FEN", ""), (moves, row.get("GameUrl", ""))
 
-        found = list(notation.usable(lines, parse, entries))
+        found = list(notation.parse_entries(lines, parse, entries))
         moves = [moves for _, (_, (moves, _)) in found]
         records, faults = notation.read_fens([fen for _, (fen, _) in found], self.source)
-        records["game"] = ids_of(records)
+        records["game"] = position_ids(records)
         for place, (_, (_, (_, url))) in enumerate(found):
             if game := GAME.search(url):
                 records["game"][place] = game_id("lichess.org", game[1])
         details = [f"FEN '{fen}'" for _, (fen, _) in found]
         batch = _solve(records, moves, faults, details)
-        return entries.result(batch, len(lines), _settle(entries, lines, found, faults, details))
+        return entries.result(batch, len(lines), _quarantine_faulty(entries, lines, found, faults, details))
 
 
 def fields_of(line: str) -> list[str]:
@@ -95,9 +101,9 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
     for step in range(max(map(len, moves), default=0)):
         rows = np.array([row for row in rows.tolist() if step < len(moves[row])], np.int64)
         sides = state["side"][rows].tolist()
-        words = [notation.code_of(moves[row][step], side) for row, side in zip(rows.tolist(), sides, strict=True)]
-        codes = notation.castled(state["pieces"][rows], words)
-        legal = notation.legal_of(state[rows])
+        words = [notation.move_code(moves[row][step], side) for row, side in zip(rows.tolist(), sides, strict=True)]
+        codes = notation.normalise_castling(state["pieces"][rows], words)
+        legal = notation.legal_moves(state[rows])
         place = legal.find(np.arange(len(rows)), codes)
         for row in rows[place < 0].tolist():
             faults[row] = "illegal move"
@@ -126,38 +132,38 @@ class Evaluations:
     source: ClassVar[str] = "evaluations"
 
     def parts(self, path: Path) -> Iterator[Part]:
-        with notation.opened(path) as file:
+        with notation.open_compressed(path) as file:
             if not file.read(1 << 16).lstrip().startswith(b"{"):
                 raise ValueError(f"{path} has no JSON object in its first line: give Lichess's evaluations")
-        yield from notation.lines_in_parts(path, PART)
+        yield from notation.line_parts(path, PART_BYTES)
 
     def read(self, part: Part) -> ParseResult:
-        lines, entries = notation.lines_of(part), ParseResult(part)
-        found = list(notation.usable(lines, deepest, entries))
+        lines, entries = notation.part_lines(part), ParseResult(part)
+        found = list(notation.parse_entries(lines, deepest, entries))
         records, faults = notation.read_fens([fen for _, (fen, _) in found], self.source)
         row = np.array([row for row, (_, (_, pvs)) in enumerate(found) for _ in pvs], np.int64)
         pvs = [pv for _, (_, pvs) in found for pv in pvs]
         side = records["side"][row]
-        words = [notation.code_of(uci, black) for (uci, _), black in zip(pvs, side.tolist(), strict=True)]
-        codes = notation.castled(records["pieces"][row], words)
+        words = [notation.move_code(uci, black) for (uci, _), black in zip(pvs, side.tolist(), strict=True)]
+        codes = notation.normalise_castling(records["pieces"][row], words)
         details = [f"FEN '{fen}'" for _, (fen, _) in found]
-        for item in np.flatnonzero(notation.legal_of(records).find(row, codes) < 0).tolist():
+        for item in np.flatnonzero(notation.legal_moves(records).find(row, codes) < 0).tolist():
             if not faults[row[item]]:
                 faults[row[item]] = "illegal move"
                 details[row[item]] = f"'{pvs[item][0]}' is not legal in '{found[row[item]][1][0]}'"
-        stored = _settle(entries, lines, found, faults, details)
+        stored = _quarantine_faulty(entries, lines, found, faults, details)
         good = np.array([not fault for fault in faults], bool)
         items = good[row]
         score = (np.array([white for _, white in pvs], np.int64) * np.where(side == 1, -1, 1))[items]
         records, row = records[good], (np.cumsum(good) - 1)[row[items]]
-        legal, best = notation.legal_of(records), np.full(len(records), -MATE)
+        legal, best = notation.legal_moves(records), np.full(len(records), -MATE)
         np.maximum.at(best, row, score)
         level = np.full(len(legal.index), NO_WEIGHT)
-        behind = (values(best)[row] - values(score) + STEP // 2) // STEP
+        behind = (to_centipawns(best)[row] - to_centipawns(score) + LEVEL_CENTIPAWNS // 2) // LEVEL_CENTIPAWNS
         np.minimum.at(level, legal.find(row, codes[items]), np.minimum(behind, NO_WEIGHT))
         records["wdl"] = wdl_of_score(best)
-        records["game"] = ids_of(records)
-        return entries.result(legal.batch(records, weights_of(level, legal.offset)), len(lines), stored)
+        records["game"] = position_ids(records)
+        return entries.result(legal.batch(records, level_weights(level, legal.offset)), len(lines), stored)
 
 
 def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:
@@ -168,11 +174,11 @@ def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:
         pvs = [(pv["line"].split()[0], _score(pv)) for pv in evaluation["pvs"]]
         fen = entry["fen"]
     except (ValueError, RecursionError) as error:
-        raise notation.Unusable("not JSON", str(error)) from None
+        raise notation.QuarantinedEntry("not JSON", str(error)) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise notation.Unusable("fields are missing", f"{type(error).__name__} {error}") from None
+        raise notation.QuarantinedEntry("fields are missing", f"{type(error).__name__} {error}") from None
     if not pvs or not isinstance(fen, str):
-        raise notation.Unusable("fields are missing", "no variation, or a FEN of another kind")
+        raise notation.QuarantinedEntry("fields are missing", "no variation, or a FEN of another kind")
     return fen, pvs
 
 

@@ -24,18 +24,18 @@ from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK
-from matrixlib.tasks.chess.records import RECORD, SOURCES, UNKNOWN, Records, classes_of, playable
+from matrixlib.tasks.chess.records import RECORD, SOURCES, UNKNOWN, Records, piece_classes, valid_positions
 
-LONGEST = 1 << 26  # bytes of a line
+MAX_LINE_BYTES = 1 << 26  # bytes of a line
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
-DIGITS = 1000  # in a counter at most; int refuses some thousands
-RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
-CLASSES = [bytes.maketrans(letters, bytes(range(13))) for letters in (b"PNBRQKpnbrqk.", b"pnbrqkPNBRQK.")]
+MAX_COUNTER_DIGITS = 1000  # in a counter at most; int refuses some thousands
+EMPTY_RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
+CLASS_TABLES = [bytes.maketrans(letters, bytes(range(13))) for letters in (b"PNBRQKpnbrqk.", b"pnbrqkPNBRQK.")]
 """From bytes to piece classes, as White and as Black sees them."""
-RIGHTS = {"K": 1, "Q": 2, "k": 4, "q": 8}
+CASTLING_BITS = {"K": 1, "Q": 2, "k": 4, "q": 8}
 SQUARES = {name: square for square, name in enumerate(chess.SQUARE_NAMES)}
 PROMOTIONS = {"": 0, "n": 1, "b": 2, "r": 3, "q": 4}
-CORNERS = ((7, KING, ROOK, 4), (0, KING, ROOK, 4), (63, KING + 6, ROOK + 6, 60), (56, KING + 6, ROOK + 6, 60))
+CASTLING_CORNERS = ((7, KING, ROOK, 4), (0, KING, ROOK, 4), (63, KING + 6, ROOK + 6, 60), (56, KING + 6, ROOK + 6, 60))
 Text = TypeVar("Text")
 Parsed = TypeVar("Parsed")
 
@@ -43,7 +43,7 @@ Parsed = TypeVar("Parsed")
 # Files and their entries
 
 
-class Unusable(ValueError):
+class QuarantinedEntry(ValueError):
     """An entry that goes to quarantine: reason (the same words for all of its kind), detail, positions lost."""
 
     def __init__(self, reason: str, detail: str, positions: int = 1) -> None:
@@ -51,7 +51,7 @@ class Unusable(ValueError):
         self.reason, self.detail, self.positions = reason, detail, positions
 
 
-class LeftOut(Exception):
+class SkippedEntry(Exception):
     """An entry that gives no positions on purpose, and the reason."""
 
 
@@ -85,7 +85,7 @@ class _Zstandard(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_compressed(path: Path) -> Iterator[BinaryIO]:
     """The decompressed bytes of a file, by its ending: .gz, .bz2, .zst or as it is. ValueError if it is damaged."""
     import zstandard
 
@@ -101,15 +101,15 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path}: damaged or cut short ({error}); get the file again") from error
 
 
-def text_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of an `opened` file. EOFError for one that is longer than any of a text, as what is packed may hold."""
-    while line := file.readline(LONGEST):
-        if len(line) == LONGEST and not line.endswith(b"\n"):
-            raise EOFError(f"it has a line of more than {LONGEST >> 20} MiB, so it is no text")
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an `open_compressed` file. EOFError for one of MAX_LINE_BYTES: it is no text."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            raise EOFError(f"it has a line of more than {MAX_LINE_BYTES >> 20} MiB, so it is no text")
         yield line
 
 
-def parts_of(entries: Iterable[bytes], size: int, most: int | None = None, header: bytes = b"") -> Iterator[Part]:
+def split_parts(entries: Iterable[bytes], size: int, most: int | None = None, header: bytes = b"") -> Iterator[Part]:
     """Entries in parts of about `size` bytes and at most `most` entries, each part behind the header."""
     entries, number, first = iter(entries), 0, 0
     while some := list(_up_to(islice(entries, most), size)):
@@ -126,18 +126,18 @@ def _up_to(entries: Iterator[bytes], size: int) -> Iterator[bytes]:
             return
 
 
-def lines_in_parts(path: Path, size: int) -> Iterator[Part]:
+def line_parts(path: Path, size: int) -> Iterator[Part]:
     """A text file cut into parts of about `size` bytes; an entry is a line that is not blank."""
-    with opened(path) as file:
-        yield from parts_of(filter(bytes.strip, text_lines(file)), size)
+    with open_compressed(path) as file:
+        yield from split_parts(filter(bytes.strip, read_lines(file)), size)
 
 
-def lines_of(part: Part) -> list[str]:
+def part_lines(part: Part) -> list[str]:
     """The lines of a part that are not blank; what is not UTF-8 is replaced."""
     return [line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()]
 
 
-def usable(
+def parse_entries(
     texts: Iterable[Text], parse: Callable[[Text], Parsed], entries: ParseResult, show: Callable[[Text], str] = str
 ) -> Iterator[tuple[int, Parsed]]:
     """(number, parsed) of the entries that `parse` takes. It raises Unusable for one that goes to quarantine, as the
@@ -145,15 +145,15 @@ def usable(
     for number, text in enumerate(texts):
         try:
             parsed = parse(text)
-        except LeftOut as reason:
+        except SkippedEntry as reason:
             entries.skipped[str(reason)] += 1
-        except Unusable as error:
+        except QuarantinedEntry as error:
             entries.refuse(number, error.reason, error.detail, show(text), error.positions)
         else:
             yield number, parsed
 
 
-def blank(n: int, source: str) -> np.ndarray:
+def empty_records(n: int, source: str) -> np.ndarray:
     """(n,) RECORD with result and win-draw-loss unknown and no en-passant file."""
     records = np.zeros(n, RECORD)
     records["en_passant"], records["result"], records["source"] = -1, UNKNOWN, SOURCES[source]
@@ -168,8 +168,8 @@ def _rights(castling: str, black: bool) -> int | str:
     """The oriented rights of a FEN's castling field, or what is wrong with it."""
     if castling == "-":
         return 0
-    if set(castling) <= set(RIGHTS):
-        rights = sum(RIGHTS[letter] for letter in set(castling))
+    if set(castling) <= set(CASTLING_BITS):
+        rights = sum(CASTLING_BITS[letter] for letter in set(castling))
         return rights >> 2 | (rights & 3) << 2 if black else rights
     return CHESS960 if set(castling.upper()) <= set("KQABCDEFGH") else NOT_A_FEN
 
@@ -181,10 +181,10 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
     if not 4 <= len(fields) <= 6:
         return NOT_A_FEN
     placement, turn, castling, en_passant, *counters = fields
-    text = placement.translate(RUNS)
+    text = placement.translate(EMPTY_RUNS)
     if len(text) != 71 or text[8::9] != "///////" or "." in placement or not (text.isascii() and text.isprintable()):
         return NOT_A_FEN
-    if turn not in ("w", "b") or not all(it.isdecimal() and len(it) <= DIGITS for it in counters):
+    if turn not in ("w", "b") or not all(it.isdecimal() and len(it) <= MAX_COUNTER_DIGITS for it in counters):
         return NOT_A_FEN
     black = turn == "b"
     rights = _rights(castling, black)
@@ -195,7 +195,7 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
     file = SQUARES[en_passant] & 7 if en_passant[1:] == ("3" if black else "6") else -1
     clock = min(int(counters[0]), 255) if counters else 0
     full = min(int(counters[1]), 40000) if len(counters) > 1 else 1
-    squares = text.replace("/", "").encode().translate(CLASSES[black])
+    squares = text.replace("/", "").encode().translate(CLASS_TABLES[black])
     if len(squares) != 64:
         return NOT_A_FEN  # a slash within a rank
     return squares, (rights, file, clock, int(black), min(max(2 * full - 2, 0) + black, 65535))
@@ -207,7 +207,7 @@ def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
     A FEN that can't be used gives an empty board without a legal move. Castling rights without king and rook in their
     places are dropped, and so is an en-passant square where no capture is legal.
     """
-    records = blank(len(fens), source)
+    records = empty_records(len(fens), source)
     records["pieces"] = EMPTY | EMPTY << 4
     reads = [_read_fen(fen) for fen in fens]
     faults = [read if isinstance(read, str) else "" for read in reads]
@@ -218,23 +218,23 @@ def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
     classes = np.where(columns[:, 3, None, None] == 0, ranks[:, ::-1], ranks).reshape(-1, 64)
     pieces = classes[:, ::2] | classes[:, 1::2] << 4
     letters: NDArray[np.bool_] = classes.max(axis=1) <= EMPTY
-    good = letters & playable(bitboard.bitboards(pieces))
+    good = letters & valid_positions(bitboard.bitboards(pieces))
     for row, known in zip(rows[~good], letters[~good], strict=True):
         faults[row] = NOT_A_POSITION if known else NOT_A_FEN
     rows, pieces, columns = rows[good], pieces[good], columns[good]
     records["pieces"][rows] = pieces
-    records["castling"][rows] = standing_rights(columns[:, 0], pieces)
+    records["castling"][rows] = valid_castling(columns[:, 0], pieces)
     records["en_passant"][rows] = bitboard.legal_en_passant(pieces, columns[:, 1])
     for column, name in enumerate(("halfmove", "side", "ply"), start=2):
         records[name][rows] = columns[:, column]
     return records, faults
 
 
-def standing_rights(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def valid_castling(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Castling rights (N,) on boards `pieces` (N, 32) without those whose king or rook is not in its place."""
-    classes = classes_of(pieces)
+    classes = piece_classes(pieces)
     standing = np.zeros(len(castling), np.uint8)
-    for bit, (corner, king, rook, home) in enumerate(CORNERS):
+    for bit, (corner, king, rook, home) in enumerate(CASTLING_CORNERS):
         there = (classes[:, corner] == rook) & (classes[:, home] == king)
         standing |= np.where(there, castling & 1 << bit, 0).astype(np.uint8)
     return standing
@@ -244,7 +244,7 @@ def standing_rights(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8
 
 
 @dataclass(frozen=True)
-class Legal:
+class LegalMoves:
     """All legal moves of N records: codes (K,) of `bitboard`, policy indices (K,), ascending in each row, and offsets
     (N + 1,)."""
 
@@ -275,12 +275,12 @@ class Legal:
         }
 
 
-def legal_of(records: Records) -> Legal:
+def legal_moves(records: Records) -> LegalMoves:
     """The legal moves of records (N,)."""
-    return Legal(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
+    return LegalMoves(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
 
 
-def code_of(uci: str, black: int) -> int:
+def move_code(uci: str, black: int) -> int:
     """The code of a UCI move as its mover sees the board; NO_MOVE where it is none."""
     try:
         origin, target = SQUARES[uci[:2]], SQUARES[uci[2:4]]
@@ -291,7 +291,7 @@ def code_of(uci: str, black: int) -> int:
     return origin ^ flip | (target ^ flip) << 6 | promotion << 12
 
 
-def castled(pieces: NDArray[np.uint8], codes: ArrayLike) -> NDArray[np.int64]:
+def normalise_castling(pieces: NDArray[np.uint8], codes: ArrayLike) -> NDArray[np.int64]:
     """The codes (M,) of moves in the positions `pieces` (M, 32), with castling that is written as king takes own rook
     (e1h1) turned into the king's two squares (e1g1)."""
     code = np.asarray(codes, np.int64)

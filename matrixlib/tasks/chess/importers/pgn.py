@@ -19,19 +19,25 @@ import numpy as np
 from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.game import dead
+from matrixlib.tasks.chess.game import insufficient_material
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.importers.notation import LeftOut, Legal, Unusable, blank, read_fens
+from matrixlib.tasks.chess.importers.notation import (
+    LegalMoves,
+    QuarantinedEntry,
+    SkippedEntry,
+    empty_records,
+    read_fens,
+)
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, game_id
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
-GAMES = 500  # in a part
+PART_GAMES = 500  # in a part
 PART_BYTES = 4_000_000  # ... or this much text, where games are long
 MAX_WORDS = 200_000  # whose meaning is kept
 FULL_WEIGHT = 65535
 
-NOTHING, NULL_MOVE, FOREIGN = "", "null move", "foreign"  # what a word is that is neither move, evaluation nor result
+NOTHING, NULL_MOVE, UNKNOWN_WORD = "", "null move", "foreign"  # words other than moves, evaluations and results
 RESULTS = {
     **dict.fromkeys((b"1-0", b"1:0"), "1-0"),
     **dict.fromkeys((b"0-1", b"0:1"), "0-1"),
@@ -42,8 +48,8 @@ POINTS = {"1-0": 1, "0-1": -1, "1/2-1/2": 0, "*": UNKNOWN}
 NAMES = {points: name for name, points in POINTS.items()}
 CONTRADICTED = "result contradicts the board"
 NULL_MOVES = (b"--", b"Z0", b"0000", b"@@@@")
-SIGNS = (b"e.p.", b"ep", b"N", b"D")  # en passant, novelty, diagram
-USUAL = ("", "standard", "from position", "normal", "chess")  # names of the variant that this is about
+ANNOTATIONS = (b"e.p.", b"ep", b"N", b"D")  # en passant, novelty, diagram
+STANDARD_VARIANTS = ("", "standard", "from position", "normal", "chess")  # names of the variant that this is about
 
 MOVE = re.compile(
     rb"(?:([PNBRQK])?([a-h])?([1-8])?[-x:]?([a-h])([1-8])(?:=?([NBRQnbrq]))?|[Oo0]-[Oo0](-[Oo0])?)"
@@ -67,7 +73,7 @@ BLANKS = b" \t\r\n"
 REMARKS = b"{;($)%"  # what a line begins with that still belongs to a game whose result was given
 
 
-def text_of(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """Bytes of a text as it was written: UTF-8, else Latin-1, which takes everything."""
     try:
         return data.decode()
@@ -78,7 +84,7 @@ def text_of(data: bytes) -> str:
 # Text to games
 
 
-def split(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """(tag section, move text) of each game, with every byte of the lines but byte order marks.
 
     A game ends where a tag follows move text, or more moves follow a result; in a comment, which was never closed then,
@@ -166,7 +172,7 @@ def main_line(text: bytes) -> tuple[list[bytes], str]:
 
 
 @lru_cache(MAX_WORDS)
-def meaning(word: bytes) -> int | float | str:
+def parse_word(word: bytes) -> int | float | str:
     """What a word means; move numbers before it and glyphs after it are taken off.
 
     int: a move, as `bitboard.replay` wants it. float: an evaluation from White's side, see `client.MATE`. str: a
@@ -182,13 +188,13 @@ def meaning(word: bytes) -> int | float | str:
             return float(MATE if value > 0 else -MATE)
         return float(round(min(max(100 * value, -CENTIPAWN_LIMIT), CENTIPAWN_LIMIT)))
     bare = GLYPH.sub(b"", word)
-    if bare in SIGNS or not SPELLED.search(bare):
+    if bare in ANNOTATIONS or not SPELLED.search(bare):
         return NOTHING
     if number := NUMBER.match(bare):
-        return meaning(bare[number.end() :])
+        return parse_word(bare[number.end() :])
     move = MOVE.fullmatch(bare)
     if not move:
-        return FOREIGN
+        return UNKNOWN_WORD
     piece, file, rank, target_file, target_rank, promotion, long = move.groups()
     if target_file is None:
         return bitboard.CASTLING | (2 if long else 6) << 3
@@ -204,7 +210,7 @@ def meaning(word: bytes) -> int | float | str:
 
 
 class _Game(NamedTuple):
-    """moves: see `meaning`; evaluated: all words of a game with evaluations, in order; points: White's."""
+    """moves: see `parse_word`; evaluated: all words of a game with evaluations, in order; points: White's."""
 
     number: int
     fen: str
@@ -213,37 +219,37 @@ class _Game(NamedTuple):
     evaluated: list[int | float | str]
 
 
-def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
+def parse_game(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
     """One game's text as numbers. Raises LeftOut, and Unusable for what goes to quarantine."""
     tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
-    variant = text_of(tag.get(b"variant", b""))
-    if variant.lower() not in USUAL:
-        raise LeftOut(f"variant {variant}")
+    variant = decode_text(tag.get(b"variant", b""))
+    if variant.lower() not in STANDARD_VARIANTS:
+        raise SkippedEntry(f"variant {variant}")
     words, fault = main_line(text)
-    meanings = list(map(meaning, words))
+    meanings = list(map(parse_word, words))
     moves = [word for word in meanings if type(word) is int]
     special = [word for word in meanings if type(word) is str and word]
     if NULL_MOVE in special:
-        raise LeftOut("null move")
-    if not fault and FOREIGN in special:
-        fault = f"'{text_of(words[meanings.index(FOREIGN)])}' is no move"
+        raise SkippedEntry("null move")
+    if not fault and UNKNOWN_WORD in special:
+        fault = f"'{decode_text(words[meanings.index(UNKNOWN_WORD)])}' is no move"
     if not fault and not moves:
-        raise LeftOut("no moves")
+        raise SkippedEntry("no moves")
     if not fault and special and any(type(word) is int for word in meanings[meanings.index(special[0]) :]):
         fault = "moves go on after the result"
     if fault:
-        raise Unusable("broken move text", fault, len(moves))
+        raise QuarantinedEntry("broken move text", fault, len(moves))
     by_tag = POINTS[RESULTS.get(tag.get(b"result", b"*"), "*")]
     by_text = POINTS[special[0]] if special else UNKNOWN
     points = by_text if by_tag == UNKNOWN else by_tag
     if UNKNOWN not in (by_tag, by_text) and by_tag != by_text:
         warned["header and move text give different results: taken as unknown"] += 1
         points = UNKNOWN
-    fen = text_of(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else chess.STARTING_FEN
+    fen = decode_text(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else chess.STARTING_FEN
     return _Game(number, fen, points, moves, meanings if b"%eval" in text else [])
 
 
-def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the rules say, without a claim, about last positions (n, 32) with their `Replay.ends` (n, 4): points (n,) of
     the side to move (2: the game may go on), and the reasons."""
     castling, file, clock, earlier = ends.T
@@ -252,7 +258,7 @@ def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarra
     reasons = {
         "fivefold repetition": earlier >= 4,
         "seventy-five moves": clock >= 150,
-        "insufficient material": dead(pieces),
+        "insufficient material": insufficient_material(pieces),
         "stalemate": stuck & ~check,
         "mate": stuck & check,
     }
@@ -274,24 +280,24 @@ class Pgn:
     repair: bool = False
 
     def parts(self, path: Path) -> Iterator[Part]:
-        with notation.opened(path) as file:
-            games = (tags + text for tags, text in split(notation.text_lines(file)))
-            for part in notation.parts_of(games, PART_BYTES, GAMES):
+        with notation.open_compressed(path) as file:
+            games = (tags + text for tags, text in split_games(notation.read_lines(file)))
+            for part in notation.split_parts(games, PART_BYTES, PART_GAMES):
                 if not part.number and (b"\0" in part.data or not GAME.search(part.data)):
                     raise ValueError(f"{path} holds no games in PGN (text of one byte a letter): is it another kind?")
                 yield part
 
     def read(self, part: Part) -> ParseResult:
-        texts, entries = list(split(io.BytesIO(part.data))), ParseResult(part)
+        texts, entries = list(split_games(io.BytesIO(part.data))), ParseResult(part)
 
         def refuse(game: _Game, reason: str, detail: str) -> None:
-            entries.refuse(game.number, reason, detail, text_of(b"".join(texts[game.number])), len(game.moves))
+            entries.refuse(game.number, reason, detail, decode_text(b"".join(texts[game.number])), len(game.moves))
 
-        found = notation.usable(
+        found = notation.parse_entries(
             [(number, *text) for number, text in enumerate(texts)],
-            lambda text: understand(*text, entries.warned),
+            lambda text: parse_game(*text, entries.warned),
             entries,
-            lambda text: text_of(b"".join(text[1:])),
+            lambda text: decode_text(b"".join(text[1:])),
         )
         games = [game for _, game in found]
         start, faults = read_fens([game.fen for game in games], self.source)
@@ -304,15 +310,15 @@ class Pgn:
             if faults[row]:  # a board without a legal move
                 refuse(game, "start that can't be played", f"{faults[row]}: {game.fen}")
                 continue
-            words = [word for word in main_line(texts[game.number][1])[0] if type(meaning(word)) is int]
+            words = [word for word in main_line(texts[game.number][1])[0] if type(parse_word(word)) is int]
             ply, count = int(start["ply"][row]) + move, int(replay.matches[row])
             fits = f"fits {count} legal moves" if count else "is not legal"
-            detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {text_of(words[move])} {fits}"
+            detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {decode_text(words[move])} {fits}"
             refuse(game, "ambiguous move" if count else "illegal move", detail)
         legal = np.flatnonzero(replay.failed < 0)
         games, start = [games[row] for row in legal], start[legal]
         claims = np.array([game.points for game in games], np.int64)
-        points, why = endings(replay.end_pieces[legal], replay.ends[legal])
+        points, why = final_results(replay.end_pieces[legal], replay.ends[legal])
         rows = np.array([len(game.moves) for game in games], np.int64)
         black = (start["side"] + rows) % 2 == 1  # is to move at the end
         shown = np.where(black & (points != UNKNOWN), -points, points)
@@ -333,7 +339,7 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     """The batch of games that were played to the end; points (n,) from White's side, 2 unknown."""
     rows = np.array([len(game.moves) for game in games], np.int64)
     first = np.cumsum(rows) - rows
-    records = blank(len(replay.moves), "pgn")
+    records = empty_records(len(replay.moves), "pgn")
     records["pieces"], records["repetition"] = replay.pieces, np.minimum(replay.state[:, 3], 2)
     for column, name in enumerate(("castling", "en_passant", "halfmove")):
         records[name] = replay.state[:, column]
@@ -361,4 +367,4 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     records["wdl"][places] = wdl_of_score(np.where(records["side"][places], -score, score))
     weight = np.zeros(len(replay.indices), "<u2")
     weight[replay.choice] = FULL_WEIGHT
-    return Legal(moves, replay.indices, replay.offsets).batch(records, weight)
+    return LegalMoves(moves, replay.indices, replay.offsets).batch(records, weight)

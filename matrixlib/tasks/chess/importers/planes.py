@@ -24,19 +24,19 @@ from numpy.typing import NDArray
 from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import Legal, blank, legal_of, standing_rights
-from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
+from matrixlib.tasks.chess.importers.notation import LegalMoves, empty_records, legal_moves, valid_castling
+from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY_SIZE, move_name
 from matrixlib.tasks.chess.records import (
     LAYOUT,
     UNKNOWN,
     Records,
     absolute_index,
-    classes_of,
     game_id,
-    playable,
+    piece_classes,
     to_board,
+    valid_positions,
 )
-from matrixlib.tasks.chess.stockfish.labels import wdl_of_shares, whole_shares
+from matrixlib.tasks.chess.stockfish.labels import integer_shares, wdl_of_shares
 
 TOLERANCE = 0.01  # of the policy's sum, of the bounds of a value, of planes that hold 0 or 1
 Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a file, with the reason
@@ -47,10 +47,10 @@ Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with
 
 def records_of(boards: NDArray[np.uint64], rights: NDArray[np.int64], source: str, faults: Faults) -> Records:
     """Records (N,) of oriented bitboards (N, 12) with castling rights (N,). What is wrong is added to `faults`."""
-    faults.append((~playable(boards), "not a position of chess"))
-    records = blank(len(boards), source)
+    faults.append((~valid_positions(boards), "not a position of chess"))
+    records = empty_records(len(boards), source)
     records["pieces"] = bitboard.pieces_of(boards)
-    records["castling"] = standing_rights(rights, records["pieces"])
+    records["castling"] = valid_castling(rights, records["pieces"])
     faults.append((records["castling"] != rights, "castling without king or rook"))
     return records
 
@@ -58,7 +58,7 @@ def records_of(boards: NDArray[np.uint64], rights: NDArray[np.int64], source: st
 def usable_rows(
     entries: ParseResult,
     records: Records,
-    legal: Legal,
+    legal: LegalMoves,
     shares: NDArray[np.float32],
     faults: Faults,
     detail: Callable[[int, str], str],
@@ -72,22 +72,22 @@ def usable_rows(
     good = np.ones(len(records), bool) & ~deleted
     good[list(reasons)] = False
     places, offset = ragged_rows(legal.offset, np.flatnonzero(good))
-    weight = whole_shares(np.rint(shares[places] * 1e9).astype(np.int64), offset)
-    return Legal(legal.moves[places], legal.index[places], offset).batch(records[good], weight)
+    weight = integer_shares(np.rint(shares[places] * 1e9).astype(np.int64), offset)
+    return LegalMoves(legal.moves[places], legal.index[places], offset).batch(records[good], weight)
 
 
 # Leela's
 
 
-VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
+LC0_VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
 FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # CANONICAL: formats from here on
 FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
-LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
+MAX_GAME_BYTES = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
 V6 = np.dtype(
     [
         ("version", "<u4"),
         ("input_format", "<u4"),
-        ("probabilities", "<f4", POLICY),
+        ("probabilities", "<f4", POLICY_SIZE),
         # newest first; ours P N B R Q K, theirs, repetition; a byte is a rank, its highest bit file a
         ("planes", "u1", (8, 13, 8)),
         # our queen's side, our king's, theirs; from format 2 on the rook's file as a bit
@@ -116,7 +116,7 @@ TRANSFORMS = np.where(_KINDS & TRANSPOSE, (7 - _TURNED % 8) * 8 + 7 - _TURNED //
 
 def version_of(data: bytes) -> int:
     """The version in the first record; of less than that, the one that could be read."""
-    return int.from_bytes(data[:4], "little") if len(data) >= 4 else VERSION
+    return int.from_bytes(data[:4], "little") if len(data) >= 4 else LC0_VERSION
 
 
 def inflate(data: bytes) -> bytes:
@@ -125,18 +125,18 @@ def inflate(data: bytes) -> bytes:
     while data:
         stream = zlib.decompressobj(31)
         try:
-            out += stream.decompress(data, LONGEST)
+            out += stream.decompress(data, MAX_GAME_BYTES)
         except zlib.error:
             break
-        if stream.unconsumed_tail or len(out) > LONGEST:
-            raise ValueError(f"holds more than {LONGEST >> 20} MiB, which is no game")
+        if stream.unconsumed_tail or len(out) > MAX_GAME_BYTES:
+            raise ValueError(f"holds more than {MAX_GAME_BYTES >> 20} MiB: no game")
         if not stream.eof:
             break
         data = stream.unused_data.lstrip(b"\0")  # some programs pad
     return out + b"\0" * (bool(data) and len(out) % V6.itemsize == 0)
 
 
-def games_of(path: Path) -> Iterator[bytes]:
+def read_lc0_games(path: Path) -> Iterator[bytes]:
     """The data of each game of a file; nothing for a member of a .tar that is no game. ValueError where it is none."""
     if ".tar" not in path.suffixes and path.suffix != ".tgz":
         data = inflate(path.read_bytes())
@@ -150,9 +150,9 @@ def games_of(path: Path) -> Iterator[bytes]:
                 archive.members = []  # type: ignore[attr-defined]  # or the list of all members grows
                 file = archive.extractfile(member) if member.isfile() else None
                 if file is not None:
-                    data = file.read(LONGEST + 1) if member.name.endswith(".gz") else b""
-                    if len(data) > LONGEST:
-                        raise ValueError(f"'{member.name}' in it has more than {LONGEST >> 20} MiB, which is no game")
+                    data = file.read(MAX_GAME_BYTES + 1) if member.name.endswith(".gz") else b""
+                    if len(data) > MAX_GAME_BYTES:
+                        raise ValueError(f"'{member.name}' in it has more than {MAX_GAME_BYTES >> 20} MiB: no game")
                     yield inflate(data)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise ValueError(f"is cut short or no .tar file ({error}): restore it from a copy") from error
@@ -169,10 +169,10 @@ class Lc0:
     def parts(self, path: Path) -> Iterator[Part]:
         first = 0
         try:
-            for number, data in enumerate(games_of(path)):
+            for number, data in enumerate(read_lc0_games(path)):
                 yield Part(number, first, data)
                 # Its records, with one that is cut short; 1 if there are none
-                first += max(1, -(-len(data) // V6.itemsize)) if version_of(data) == VERSION else 1
+                first += max(1, -(-len(data) // V6.itemsize)) if version_of(data) == LC0_VERSION else 1
         except ValueError as error:
             raise ValueError(f"{path} {error}") from error
 
@@ -182,23 +182,23 @@ class Lc0:
             entries.skipped["not a game"] = 1
         elif version not in KNOWN_VERSIONS:
             entries.refuse(0, "not training data", f"{part.data[:4]!r}", "", 0)
-        elif version != VERSION:
+        elif version != LC0_VERSION:
             remedy = "only version 6 is read: convert it with Leela's rescorer"
             entries.refuse(0, f"version {version} of the format", remedy, "", 0)
-        if not part.data or version != VERSION:
+        if not part.data or version != LC0_VERSION:
             return entries.result(concat([], LAYOUT), 1)
         count, rest = divmod(len(part.data), V6.itemsize)
         raw = np.frombuffer(part.data, V6, count)
         faults: Faults = []
         records, transform = leela_records(raw, faults)
-        records["result"], records["wdl"] = values_of(raw, self.value, faults)
+        records["result"], records["wdl"] = value_targets(raw, self.value, faults)
         records["game"] = game_id("lc0", part.data)
         share = raw["probabilities"]
         total = np.where(share > 0, share, 0).sum(1, dtype=np.float64)
         faults.append((~np.isfinite(share).all(1) | ~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1"))
-        legal = legal_of(records)
+        legal = legal_moves(records)
         owner = np.repeat(np.arange(count), np.diff(legal.offset))
-        number = numbers_of(legal, records, transform, share)
+        number = lc0_indices(legal, records, transform, share)
         listed = share[owner, number]
         both = np.bincount(owner, listed >= 0, count)
         differ = (both != np.diff(legal.offset)) | (both != (share >= 0).sum(1))
@@ -222,7 +222,7 @@ class Lc0:
 def leela_records(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArray[np.int64]]:
     """Records (N,) of V6 (N,) without targets, and their transforms. What is wrong is added to `faults`."""
     kind = raw["input_format"]
-    faults.append((raw["version"] != VERSION, "another version within the file"))
+    faults.append((raw["version"] != LC0_VERSION, "another version within the file"))
     faults.append((np.isin(kind, ARMAGEDDON), "Armageddon rules"))
     faults.append((~np.isin(kind, (*FORMATS, *ARMAGEDDON)), "unknown input format"))
     canonical = kind >= CANONICAL
@@ -253,7 +253,7 @@ def leela_records(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArr
     return records, transform
 
 
-def values_of(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+def value_targets(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
     """Result (N,) and win-draw-loss (N, 3) as a record has them. What is wrong is added to `faults`."""
     q, d = raw[f"{value}_q"].astype(np.float64), raw[f"{value}_d"].astype(np.float64)
     wdl = np.stack([(1 - d + q) / 2, d, (1 - d - q) / 2], axis=1)
@@ -268,8 +268,8 @@ def values_of(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArra
     return points, wdl_of_shares(wdl / wdl.sum(1, keepdims=True))
 
 
-def numbers_of(
-    legal: Legal, records: Records, transform: NDArray[np.int64], shares: NDArray[np.float32]
+def lc0_indices(
+    legal: LegalMoves, records: Records, transform: NDArray[np.int64], shares: NDArray[np.float32]
 ) -> NDArray[np.int64]:
     """Leela's numbers (K,) of all legal moves of records (N,), whose shares (N, 1858) say how castling is written."""
     row = np.repeat(np.arange(len(records)), np.diff(legal.offset))
@@ -286,15 +286,15 @@ def numbers_of(
 # Matrix0's
 
 
-NAMES = {  # array -> its names, and the shape of a row
+ARRAY_NAMES = {  # array -> its names, and the shape of a row
     "s": (("s", "states", "positions"), (19, 8, 8)),
     "pi": (("pi", "policy", "policy_targets"), (bitboard.POLICY_SIZE,)),
     "z": (("z", "value", "values", "value_targets"), ()),
     "legal_mask": (("legal_mask",), (bitboard.POLICY_SIZE,)),
 }
 NEEDED = ("s", "pi", "z")
-ROWS = 256  # in a part: 6 MB
-COVERAGE = 0.999  # share of the policy that must lie on legal moves
+PART_ROWS = 256  # in a part: 6 MB
+MIN_LEGAL_SHARE = 0.999  # share of the policy that must lie on legal moves
 RESULT_BYTES = 4096  # of the member with a game's result, at most: it is packed, and might unpack to anything
 
 
@@ -302,7 +302,7 @@ def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file by our names for them, with `game` and `result` from White's side; every byte is checked."""
     with np.load(path, allow_pickle=False) as archive:
         found: dict[str, NDArray[Any]] = {}
-        for array, (names, row) in NAMES.items():
+        for array, (names, row) in ARRAY_NAMES.items():
             name = next((name for name in names if name in archive.files), "")
             if not name and array not in NEEDED:
                 continue
@@ -334,9 +334,9 @@ class Matrix0Data:
             found = _arrays_of(path)
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is damaged or no NPZ file of Matrix0's data: {error}") from error
-        for number, start in enumerate(range(0, len(found["z"]), ROWS)):
+        for number, start in enumerate(range(0, len(found["z"]), PART_ROWS)):
             data = io.BytesIO()
-            rows = {name: array[start : start + ROWS] if array.ndim else array for name, array in found.items()}
+            rows = {name: array[start : start + PART_ROWS] if array.ndim else array for name, array in found.items()}
             np.savez(data, **rows)  # type: ignore[arg-type]
             yield Part(number, start, data.getvalue())
 
@@ -351,7 +351,7 @@ class Matrix0Data:
         pi[black] = pi[black][:, absolute_index]
         if mask is not None:
             mask[black] = mask[black][:, absolute_index]
-        files = passed_files(records["pieces"], pi > 0 if mask is None else mask)
+        files = en_passant_files(records["pieces"], pi > 0 if mask is None else mask)
         records["en_passant"] = bitboard.legal_en_passant(records["pieces"], files)
         records["game"] = game
         if white != UNKNOWN:
@@ -363,11 +363,11 @@ class Matrix0Data:
         faults.append((~(np.isfinite(pi) & (pi >= 0)).all(1), "policy is negative or not finite"))
         total = pi.sum(1, dtype=np.float64)
         faults.append((~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1"))
-        legal = legal_of(records)
+        legal = legal_moves(records)
         owner = np.repeat(np.arange(len(records)), np.diff(legal.offset))
         share = pi[owner, legal.index]
         coverage = np.bincount(owner, share, len(records)) / np.where(total > 0, total, 1)
-        faults.append((~(coverage >= COVERAGE), "policy on illegal moves"))
+        faults.append((~(coverage >= MIN_LEGAL_SHARE), "policy on illegal moves"))
         if mask is not None:
             listed = np.bincount(owner, mask[owner, legal.index], len(records))
             faults.append(((listed != np.diff(legal.offset)) | (listed != mask.sum(1)), "legal moves differ"))
@@ -401,9 +401,9 @@ def matrix0_records(s: NDArray[np.float32], faults: Faults) -> Records:
     return records
 
 
-def passed_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+def en_passant_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The file (N,) on which a move of `mask` (N, 4672, oriented) takes en passant, -1 where none does."""
-    classes = classes_of(pieces)
+    classes = piece_classes(pieces)
     files = np.full(len(pieces), -1, np.int64)
     for origin in range(32, 40):
         for target in (target for target in (origin + 7, origin + 9) if target >> 3 == 5):

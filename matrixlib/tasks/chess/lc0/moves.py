@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from matrixlib.tasks.chess import bitboard
 
-POLICY = 1858
+POLICY_SIZE = 1858
 CONV_PLANES = 80  # of a convolutional policy; the last seven are not used
 QUEEN = 4  # promotions: 0 none, then N B R Q
 RAYS = ((0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1), (-1, 0), (-1, 1))  # (file, rank)
@@ -59,7 +59,7 @@ def plane_table() -> NDArray[np.int64]:
     directions, 7 lengths), 8 of knights, 3 (rook, bishop, queen) for each direction of a pawn's promotion, at the
     square it leaves.
     """
-    table = np.zeros(POLICY, np.int64)
+    table = np.zeros(POLICY_SIZE, np.int64)
     for promotion, s, t in zip(*(axis.tolist() for axis in np.nonzero(MOVES >= 0)), strict=True):
         move = (t % 8 - s % 8, t // 8 - s // 8)
         steps = max(map(abs, move))

@@ -20,14 +20,14 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import losses
 from matrixlib.tasks.chess.blocks import SQUARES
 from matrixlib.tasks.chess.config import ChessConfig
-from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY, plane_table, slot_table
+from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY_SIZE, plane_table, slot_table
 from matrixlib.tasks.chess.lc0.weights import PLANES, Arrays, read
-from matrixlib.tasks.chess.model import PLAY_HEADS, PolicyValueNet
+from matrixlib.tasks.chess.model import DEFAULT_HEADS, PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_pieces
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import ChessTask, device_table, packed_state
 
-PAST = 7  # boards before the newest one
+HISTORY_PLIES = 7  # boards before the newest one
 EMPTY = 12
 PAWN, KING, THEIR_PAWN = 0, 5, 6
 
@@ -68,7 +68,7 @@ class Lc0Network(nn.Module):
                 self.policy = nn.Conv2d(width["policy1"], CONV_PLANES, 3, padding=1)
             else:
                 self.policy = nn.Conv2d(filters, width["policy"], 1)
-                self.moves = nn.Linear(width["policy"] * SQUARES, POLICY)
+                self.moves = nn.Linear(width["policy"] * SQUARES, POLICY_SIZE)
             self.value = nn.Conv2d(filters, width["value"], 1)
             self.value1 = nn.Linear(width["value"] * SQUARES, width["value1"])
             self.value2 = nn.Linear(width["value1"], 3 if self.wdl else 1)
@@ -82,7 +82,7 @@ class Lc0Network(nn.Module):
         """Of "policy" (B, 1858) logits, "value" (B, 3) win-draw-loss logits or (B,) in -1..1, and "stream", what goes
         into the blocks and what comes out of each, (B, C, 8, 8), what `heads` names; the first two unless given; fp32.
         """
-        names = PLAY_HEADS if heads is None else heads
+        names = DEFAULT_HEADS if heads is None else heads
         x = F.relu(self.input(planes))
         out: dict[str, Any] = {"stream": [x]} if "stream" in names else {}
         for block in self.tower:
@@ -105,7 +105,7 @@ class Lc0Task(ChessTask):
     """Chess as a network of Lc0 sees it: the position and seven before it. Such networks are used, not trained."""
 
     input_planes: ClassVar[int] = PLANES
-    history: ClassVar[int] = PAST
+    history: ClassVar[int] = HISTORY_PLIES
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -127,7 +127,7 @@ class Lc0Task(ChessTask):
         return model(self.planes(batch), terms)
 
     def network_index(self, batch: Batch) -> Tensor:
-        return torch.where(batch["policy_index"] != losses.PAD, slots(batch), losses.PAD)
+        return torch.where(batch["policy_index"] != losses.PAD_INDEX, lc0_index(batch), losses.PAD_INDEX)
 
 
 def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
@@ -163,14 +163,14 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
         known = state[:, 0, SIDE].long() * 0
     rows, side = torch.arange(len(pieces), device=pieces.device), state[:, :1, SIDE]
     own = unpack_pieces(pieces.flatten(0, 1)).unflatten(0, pieces.shape[:2])
-    boards, repeated = _seen_from(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
+    boards, repeated = _reorient(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
     oldest, last = own[rows, known], state[rows, known]
-    start = oldest.eq(device_table(_start, str(oldest.device))).all(1)
+    start = oldest.eq(device_table(_start_position, str(oldest.device))).all(1)
     start &= (last[:, CASTLING] == 15) & (last[:, SIDE] == 0)
-    fill = _seen_from(side, _put_back(oldest, last[:, EN_PASSANT, None])[:, None], last[:, None, SIDE])
+    fill = _reorient(side, _undo_double_step(oldest, last[:, EN_PASSANT, None])[:, None], last[:, None, SIDE])
     fill, again = torch.where(start[:, None, None], EMPTY, fill), torch.where(start, 0, last[:, REPETITION])[:, None]
-    missing = torch.arange(1 + PAST, device=known.device) > known[:, None]
-    more = 1 + PAST - boards.shape[1]
+    missing = torch.arange(1 + HISTORY_PLIES, device=known.device) > known[:, None]
+    more = 1 + HISTORY_PLIES - boards.shape[1]
     boards = torch.where(missing[:, :, None], fill, F.pad(boards, (0, 0, 0, more)))
     repeated = torch.where(missing, again, F.pad(repeated, (0, more)))
     classes = torch.arange(EMPTY, dtype=torch.uint8, device=boards.device)
@@ -184,7 +184,7 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([history, scalars[:, :, None].expand(-1, -1, 64)], dim=1).unflatten(2, (8, 8))
 
 
-def slots(batch: Mapping[str, Tensor]) -> Tensor:
+def lc0_index(batch: Mapping[str, Tensor]) -> Tensor:
     """Lc0's number (B, L) int64 of each of `policy_index` (B, L), 0 in pads."""
     index = batch["policy_index"].long().clamp(min=0)
     piece = unpack_pieces(batch["pieces"]).gather(1, index // 73)
@@ -192,13 +192,13 @@ def slots(batch: Mapping[str, Tensor]) -> Tensor:
     return device_table(slot_table, str(index.device))[kind, index]
 
 
-def _seen_from(side: Tensor, boards: Tensor, own: Tensor) -> Tensor:
+def _reorient(side: Tensor, boards: Tensor, own: Tensor) -> Tensor:
     """Boards (B, H, 64) that are seen from `own` (B, H), seen from `side` (B, 1)."""
     turned = torch.where(boards == EMPTY, EMPTY, (boards + 6) % 12).unflatten(2, (8, 8)).flip(2).flatten(2)
     return torch.where((side != own)[:, :, None], turned, boards)
 
 
-def _put_back(boards: Tensor, file: Tensor) -> Tensor:
+def _undo_double_step(boards: Tensor, file: Tensor) -> Tensor:
     """Boards (B, 64) before their pawn's double step on a file (B, 1), which is -1 where there was none."""
     square = torch.arange(64, dtype=torch.int16, device=boards.device)
     stepped = file >= 0
@@ -206,6 +206,6 @@ def _put_back(boards: Tensor, file: Tensor) -> Tensor:
     return torch.where(stepped & (square == file + chess.A7), THEIR_PAWN, boards)
 
 
-def _start() -> Tensor:
+def _start_position() -> Tensor:
     """Piece classes (64,) uint8 at the start of a game."""
     return unpack_pieces(torch.from_numpy(from_boards([chess.Board()])["pieces"].copy()))[0]

@@ -27,7 +27,7 @@ FORMATS = {  # field, and the values that are supported
     "value": (5, (0, 1, 2)),
     "activation": (7, (0,)),
 }
-NAMES = {
+FORMAT_NAMES = {
     ("network", 5): "an ONNX file in a shell",
     ("network", 6): "an attention body",
     ("network", 7): "an attention body with several heads",
@@ -100,7 +100,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 def parse(net: Message) -> Arrays:
     """The arrays in a message `Net`, as `read` gives them."""
-    policy = _format(net.message(4))
+    policy = _check_format(net.message(4))
     weights = net.message(10)
     if not weights.fields:
         raise ValueError("it has no weights")
@@ -124,13 +124,15 @@ def parse(net: Message) -> Arrays:
     return arrays
 
 
-def _format(message: Message) -> int:
+def _check_format(message: Message) -> int:
     """The form of the policy; ValueError names what is not supported."""
     form, encoding = message.message(2), message.integer(1)
     found = {name: form.integer(field) for name, (field, _) in FORMATS.items()}
     if found["network"] < 3:  # from before there were several heads
         found |= {"policy": 1, "value": 1}
-    bad = [NAMES.get(one, "{} format {}".format(*one)) for one in found.items() if one[1] not in FORMATS[one[0]][1]]
+    bad = [
+        FORMAT_NAMES.get(one, "{} format {}".format(*one)) for one in found.items() if one[1] not in FORMATS[one[0]][1]
+    ]
     if bad := bad + [f"weights in encoding {encoding}"] * (encoding not in (0, LINEAR16)):
         raise ValueError(
             f"it has {', '.join(bad)}: not supported. Residual networks with 112 classical planes, ReLU, a classical "

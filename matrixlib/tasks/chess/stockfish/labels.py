@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from matrixlib.data.shards import Batch
-from matrixlib.tasks.chess.importers.notation import legal_of
+from matrixlib.tasks.chess.importers.notation import legal_moves
 from matrixlib.tasks.chess.records import WDL_SUM, policy_index
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, EngineError, Stockfish
 
@@ -22,14 +22,15 @@ FULLMOVE = 32  # at which Stockfish 15.1 calls 100 centipawns a win in half of t
 DEEP_LINES = 3
 ALL_LINES = 500  # more than any position has legal moves; the client cuts it to what the engine takes
 TEMPERATURE = 50  # centipawns
-STEP = 5  # centipawns of a level
+LEVEL_CENTIPAWNS = 5  # centipawns of a level
 NO_WEIGHT = 81  # levels from here on (more than 400 centipawns behind) have no weight
-MARGIN = 10  # centipawns by which a move outside the deep lines is at least behind the last of them
-CENTIPAWNS = 2000  # scores are cut here: beyond, the rank of winning moves is noise
+DEEP_MARGIN = 10  # centipawns by which a move outside the deep lines is at least behind the last of them
+MAX_CENTIPAWNS = 2000  # scores are cut here: beyond, the rank of winning moves is noise
 MATE_VALUE, MATE_STEP, MATE_MOVES = 3000, 50, 15  # a mate in k counts 3000 - 50 min(k, 15) centipawns
-EVEN, SCALE = 100.0, 18.32  # centipawns with which half of the games are won; 66.13 of 361 engine units at ply 62
+EVEN_CENTIPAWNS = 100.0  # advantage that wins half of the games
+WDL_SCALE = 18.32  # centipawns; 66.13 of 361 engine units at ply 62
 WEIGHTS = np.array(
-    [int((Decimal(-k * STEP) / TEMPERATURE).exp() * 10**6) for k in range(NO_WEIGHT)] + [0], dtype=np.int64
+    [int((Decimal(-k * LEVEL_CENTIPAWNS) / TEMPERATURE).exp() * 10**6) for k in range(NO_WEIGHT)] + [0], dtype=np.int64
 )
 
 
@@ -64,25 +65,27 @@ def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int
     The deep search decides about its own lines, and that every other move is worse than the last of them by MARGIN:
     without that, a blunder that only the shallow search likes would keep its weight.
     """
-    deeper = dict(zip(deep, values(np.array(list(deep.values()))).tolist(), strict=True))
-    last = min(deeper.values()) - MARGIN
-    cut = np.minimum(values(np.array(list(shallow.values()))), last).tolist()
+    deeper = dict(zip(deep, to_centipawns(np.array(list(deep.values()))).tolist(), strict=True))
+    last = min(deeper.values()) - DEEP_MARGIN
+    cut = np.minimum(to_centipawns(np.array(list(shallow.values()))), last).tolist()
     value = dict(zip(shallow, cut, strict=True)) | deeper
     best = max(value.values())
-    return {move: min((best - one + STEP // 2) // STEP, NO_WEIGHT) for move, one in value.items()}
+    return {
+        move: min((best - one + LEVEL_CENTIPAWNS // 2) // LEVEL_CENTIPAWNS, NO_WEIGHT) for move, one in value.items()
+    }
 
 
-def values(scores: np.ndarray) -> np.ndarray:
+def to_centipawns(scores: np.ndarray) -> np.ndarray:
     """Stored scores (see `client.MATE`) as centipawns: a shorter mate is better, any mate best."""
     scores = scores.astype(np.int64)
     moves = np.minimum(MATE - np.abs(scores), MATE_MOVES)
     mates = np.sign(scores) * (MATE_VALUE - MATE_STEP * moves)
-    return np.where(np.abs(scores) > CENTIPAWN_LIMIT, mates, np.clip(scores, -CENTIPAWNS, CENTIPAWNS))
+    return np.where(np.abs(scores) > CENTIPAWN_LIMIT, mates, np.clip(scores, -MAX_CENTIPAWNS, MAX_CENTIPAWNS))
 
 
-def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `whole_shares`."""
-    return whole_shares(WEIGHTS[level], offset)
+def level_weights(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `integer_shares`."""
+    return integer_shares(WEIGHTS[level], offset)
 
 
 class Positions(NamedTuple):
@@ -97,14 +100,14 @@ def assemble(positions: Positions) -> Batch:
     """The batch that is stored: win-draw-loss and policy targets filled in."""
     records = positions.records.copy()
     records["wdl"] = wdl_of_shares(positions.per_mille)
-    legal = legal_of(records)
-    return legal.batch(records, weights_of(positions.level, legal.offset))
+    legal = legal_moves(records)
+    return legal.batch(records, level_weights(positions.level, legal.offset))
 
 
 # Shares
 
 
-def whole_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint16]:
+def integer_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint16]:
     """Whole amounts (K,) >= 0, up to 1e14 a row, of rows `offset` (n+1,), none of them empty, to shares (K,) u2.
 
     The shares of a row sum to 65535, the first of its greatest amounts gets the remainder; a row of zeros, an unknown
@@ -122,9 +125,9 @@ def whole_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint
 
 
 def wdl_of_shares(shares: NDArray[Any]) -> NDArray[np.uint16]:
-    """Win, draw, loss (n, 3), whole amounts or shares of 1, as (n, 3) u2 that sum to 65535; see `whole_shares`."""
+    """Win, draw, loss (n, 3), whole amounts or shares of 1, as (n, 3) u2 that sum to 65535; see `integer_shares`."""
     whole = np.rint(shares * 1e9) if shares.dtype.kind == "f" else shares
-    return whole_shares(whole.reshape(-1), 3 * np.arange(len(shares) + 1)).reshape(-1, 3)
+    return integer_shares(whole.reshape(-1), 3 * np.arange(len(shares) + 1)).reshape(-1, 3)
 
 
 def wdl_of_score(scores: ArrayLike) -> NDArray[np.uint16]:
@@ -135,8 +138,8 @@ def wdl_of_score(scores: ArrayLike) -> NDArray[np.uint16]:
     rest. A mate, that is a score beyond `client.CENTIPAWN_LIMIT`, is won or lost for certain.
     """
     score = np.atleast_1d(np.asarray(scores, np.float64))
-    x = np.clip(score, -CENTIPAWNS, CENTIPAWNS)
-    win, loss = 1 / (1 + np.exp((EVEN - x) / SCALE)), 1 / (1 + np.exp((EVEN + x) / SCALE))
+    x = np.clip(score, -MAX_CENTIPAWNS, MAX_CENTIPAWNS)
+    win, loss = 1 / (1 + np.exp((EVEN_CENTIPAWNS - x) / WDL_SCALE)), 1 / (1 + np.exp((EVEN_CENTIPAWNS + x) / WDL_SCALE))
     mate = np.abs(score) > CENTIPAWN_LIMIT
     win, loss = np.where(mate, score > 0, win), np.where(mate, score < 0, loss)
     return wdl_of_shares(np.stack([win, 1 - win - loss, loss], axis=1))

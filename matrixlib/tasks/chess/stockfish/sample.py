@@ -29,16 +29,33 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, read_info, select, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, SHARD, UNKNOWN, classes_of, game_id, held_out, keys_of
+from matrixlib.tasks.chess.records import (
+    LAYOUT,
+    RECORD,
+    SHARD_RECORDS,
+    UNKNOWN,
+    game_id,
+    in_validation,
+    piece_classes,
+    position_keys,
+)
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
-from matrixlib.tasks.chess.stockfish.labels import MARGIN, STEP, TEMPERATURE, Positions, assemble, label
+from matrixlib.tasks.chess.stockfish.labels import (
+    DEEP_MARGIN,
+    LEVEL_CENTIPAWNS,
+    TEMPERATURE,
+    Positions,
+    assemble,
+    label,
+)
 from matrixlib.tasks.shipped import unpack, write_shipped
 
-FORMAT = 2  # of the work folder, and of the rules that make shards of it
-GAMES = "games.jsonl"  # a game a line: number, result, ending, PGN, positions: FEN, repetition, win-draw-loss, levels
-FACTS = "generator.json"
+WORK_FORMAT = 2  # of the work folder, and of the rules that make shards of it
+# One game per line: number, result, ending, PGN, positions (FEN, repetition, win-draw-loss, levels)
+GAMES_FILE = "games.jsonl"
+FACTS_FILE = "generator.json"
 SAMPLE = Path(__file__).parent.parent / "sample"
-DATA = "sample.npz.xz"
+DATA_FILE = "sample.npz.xz"
 _SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class of the other colour
 RESULTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2", 2: "*"}
 
@@ -85,7 +102,7 @@ def make_set(
     folder = Path(out) if out else files.reports_root() / "sample"
     shards, work = folder / "shards", folder / "work"
     with files.writing(folder):
-        own = provenance(work)["generator"] if (work / FACTS).exists() else None
+        own = provenance(work)["generator"] if (work / FACTS_FILE).exists() else None
         for path in sorted(shards.rglob("*.npz")):  # shards of others are not ours to delete
             if own is None or read_info(path).meta["generator"] != own:
                 raise ValueError(f"{path} was not made from {work}: give another folder as `out`")
@@ -121,13 +138,13 @@ def generate(
         name = engine.name
     files.make_folder(folder)
     busy = ValueError(f"another process makes games in {folder}; wait until it has ended")
-    with files.exclusive(FileLock(folder / "lock"), busy), open(folder / GAMES, "ab+") as file:
-        facts = {"format": FORMAT, "engine": name, "parameters": json.loads(json.dumps(asdict(parameters)))}
-        have = files.read_json(folder / FACTS)
+    with files.exclusive(FileLock(folder / "lock"), busy), open(folder / GAMES_FILE, "ab+") as file:
+        facts = {"format": WORK_FORMAT, "engine": name, "parameters": json.loads(json.dumps(asdict(parameters)))}
+        have = files.read_json(folder / FACTS_FILE)
         if have and have != facts:
             raise ValueError(f"{folder} holds other work ({have}, requested {facts}): use another folder or delete it")
         if not have:
-            files.write_text(folder / FACTS, json.dumps(facts, indent=1))
+            files.write_text(folder / FACTS_FILE, json.dumps(facts, indent=1))
         file.seek(0)
         data = file.read()
         file.truncate(data.rfind(b"\n") + 1)  # a kill may leave half a line
@@ -165,7 +182,7 @@ def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[st
     moves, scores, result, ending = play_game(engine, number, parameters)
     positions = []
     board, times = chess.Board(), Counter[str]()
-    for move, chosen in zip(moves, choose(number, scores, parameters), strict=True):
+    for move, chosen in zip(moves, choose_positions(number, scores, parameters), strict=True):
         key = position_key(board)
         if chosen:
             labelled = label(engine, board, parameters.shallow_depth, parameters.deep_depth)
@@ -179,7 +196,7 @@ def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[st
 
 def play_game(engine: Stockfish, number: int, parameters: Parameters) -> tuple[list[chess.Move], list[int], int, str]:
     """One game of Stockfish against itself, a pure function of (parameters, number): its moves, the player's score
-    before each (mover's side; the last known one at random moves), and what `ending_of` says."""
+    before each (mover's side; the last known one at random moves), and what `game_outcome` says."""
     rng = np.random.default_rng([parameters.seed, number])
     uniform = rng.random() < parameters.random_start
     low, high = parameters.random_plies if uniform else parameters.opening_plies
@@ -191,7 +208,7 @@ def play_game(engine: Stockfish, number: int, parameters: Parameters) -> tuple[l
     times = Counter([position_key(board)])
     line, score = "", 0
     engine.new_game()
-    while (end := ending_of(board, times[position_key(board)], parameters.plies)) is None:
+    while (end := game_outcome(board, times[position_key(board)], parameters.plies)) is None:
         side = int(board.turn == chess.BLACK)
         position = f"startpos moves{line}" if line else "startpos"
         score = -score
@@ -222,7 +239,7 @@ def position_key(board: chess.Board) -> str:
     return board.epd(en_passant="legal")
 
 
-def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, str] | None:
+def game_outcome(board: chess.Board, occurrences: int, cap: int) -> tuple[int, str] | None:
     """(result from White's side: 1, 0, -1, 2 unknown, how the game ended), or None while it goes on.
 
     Mate comes before fifty moves, as in the rules; repetition and fifty moves end the game without a claim.
@@ -237,7 +254,7 @@ def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, str]
     return (2, "cap") if board.ply() >= cap else None
 
 
-def choose(number: int, scores: list[int], parameters: Parameters) -> np.ndarray:
+def choose_positions(number: int, scores: list[int], parameters: Parameters) -> np.ndarray:
     """(plies,) bool: which positions of a game are labelled; a pure function of its arguments."""
     rng = np.random.default_rng([parameters.seed, number, 1])
     share = np.where(np.abs(scores) >= parameters.decided, parameters.keep_decided, parameters.keep)
@@ -250,7 +267,7 @@ def choose(number: int, scores: list[int], parameters: Parameters) -> np.ndarray
 
 def read_games(work: Path) -> Iterator[dict[str, Any]]:
     """The finished games of a work folder, in order. ValueError for a damaged file."""
-    path = work / GAMES
+    path = work / GAMES_FILE
     with open(path, "rb") as file:
         for number, line in enumerate(file):
             try:
@@ -270,13 +287,13 @@ def collect(work: Path) -> tuple[Positions, int]:
         rows = game["positions"]
         records, faults = read_fens([fen for fen, *_ in rows], "stockfish")
         if fault := next(filter(None, faults), ""):
-            raise ValueError(f"{work / GAMES}, game {game['game']}: {fault}")
+            raise ValueError(f"{work / GAMES_FILE}, game {game['game']}: {fault}")
         records["repetition"] = [repetition for _, repetition, *_ in rows]
         records["game"] = game_id(parameters, str(game["game"]))
         if game["result"] != UNKNOWN:
             records["result"] = np.where(records["side"] == 1, -game["result"], game["result"])
         new = np.zeros(len(rows), bool)
-        for row, key in enumerate(keys_of(records)):
+        for row, key in enumerate(position_keys(records)):
             new[row] = key not in known
             known.add(key)
         per_mille = np.array([wdl for *_, wdl, _ in rows], "<u2").reshape(-1, 3)
@@ -290,12 +307,12 @@ def collect(work: Path) -> tuple[Positions, int]:
 
 def provenance(work: Path) -> dict[str, Any]:
     """The meta data of shards made from a work folder, but the split; `created` is when the work began."""
-    path = work / FACTS
+    path = work / FACTS_FILE
     if not path.exists():
         raise ValueError(f"{work} holds no generated games: call generate first")
     generator = json.loads(path.read_text())
     began = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
-    rules = {"temperature": TEMPERATURE, "step": STEP, "margin": MARGIN}
+    rules = {"temperature": TEMPERATURE, "step": LEVEL_CENTIPAWNS, "margin": DEEP_MARGIN}
     return {
         "source": "stockfish",
         "generator": {**generator, "packing": rules},
@@ -310,12 +327,12 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.npz")):
         raise ValueError(f"{folder} holds shards already: give another folder, or delete that one")
-    validation = held_out(batch["records"])
+    validation = in_validation(batch["records"])
     infos = []
     for split, mask in (("train", ~validation), ("validation", validation)):
         rows = np.flatnonzero(mask)
-        for number, start in enumerate(range(0, len(rows), SHARD)):
-            part = select(batch, rows[start : start + SHARD], LAYOUT)
+        for number, start in enumerate(range(0, len(rows), SHARD_RECORDS)):
+            part = select(batch, rows[start : start + SHARD_RECORDS], LAYOUT)
             path = folder / f"{meta['source']}_{split}_{number:03d}.npz"
             infos.append(write_shard(path, LAYOUT, part, {**meta, "split": split}))
     return infos
@@ -338,7 +355,7 @@ def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
 # The sample set
 
 
-def turned(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
+def reorient(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
     """Boards (n, 64) of piece classes between oriented and real colours; its own inverse."""
     boards = squares.reshape(-1, 8, 8).copy()
     boards[black] = _SWAP[boards[black][:, ::-1]]
@@ -352,7 +369,7 @@ def encode(positions: Positions) -> bytes:
     pieces, black = records["pieces"], records["side"] == 1
     first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
     columns = {
-        "squares": turned(classes_of(pieces), black),
+        "squares": reorient(piece_classes(pieces), black),
         **{name: records[name] for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result")},
         "ply_step": np.diff(records["ply"].astype("<i2"), prepend=np.array([0], "<i2")),
         "source": records["source"],
@@ -375,7 +392,7 @@ def decode(data: bytes) -> Positions:
     records = np.zeros(n, RECORD)
     for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result", "source"):
         records[name] = column[name]
-    squares = turned(column["squares"], column["side"] == 1)
+    squares = reorient(column["squares"], column["side"] == 1)
     records["pieces"] = squares[:, 0::2] | squares[:, 1::2] << 4
     records["ply"] = np.cumsum(column["ply_step"], dtype=np.int64)
     records["game"] = np.repeat(column["game"], np.diff(column["game_first"].astype(np.int64), append=n))
@@ -391,7 +408,7 @@ def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         infos = write_splits(Path(scratch), assemble(decode(data)), meta)
     facts = {"positions": len(positions.records), "games": len(np.unique(positions.records["game"]))}
-    return write_shipped(folder, DATA, data, facts, meta, infos)
+    return write_shipped(folder, DATA_FILE, data, facts, meta, infos)
 
 
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:

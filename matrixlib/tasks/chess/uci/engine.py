@@ -28,11 +28,11 @@ from matrixlib.files import reports_root
 from matrixlib.hardware.machine import set_waiting_policy
 from matrixlib.play.search import SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
-from matrixlib.tasks.chess.game import ChessGame, open_tables
+from matrixlib.tasks.chess.game import ChessGame, open_tablebases
 from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.uci import protocol
-from matrixlib.tasks.chess.uci.thinker import Thinker
+from matrixlib.tasks.chess.uci.game_search import GameSearch
 from matrixlib.tasks.spec import find_run
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def ranking(result: SearchResult) -> list[int]:
     return [int(row) for row in order[::-1] if known[row]]
 
 
-def listen(descriptor: int, lines: Lines) -> None:
+def read_lines(descriptor: int, lines: Lines) -> None:
     """Pass on the lines of a file descriptor, and None at its end; a buffered file would wait with its lock held, which
     breaks the interpreter's exit."""
     rest = b""
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     lines: Lines = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(sys.stdin.fileno(), lines), daemon=True).start()
+    threading.Thread(target=read_lines, args=(sys.stdin.fileno(), lines), daemon=True).start()
     network = partial(load, folder, checkpoint, flags.device)
     engine = Engine(folder.resolve().name, network, lines, partial(print, flush=True), flags.simulations)
     try:
@@ -100,23 +100,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ends(line: str | None) -> bool:
+def _ends_search(line: str | None) -> bool:
     return line is None or line.split() in (["stop"], ["quit"])
 
 
 class Engine:
-    """A network behind UCI. load: gives the network, called once; lines: what comes in, None at its end; say: where
+    """A network behind UCI. load: gives the network, called once; lines: what comes in, None at its end; send: where
     answers go."""
 
     def __init__(
-        self, name: str, load: Callable[[], Net], lines: Lines, say: Callable[[str], None], simulations: int = 0
+        self, name: str, load: Callable[[], Net], lines: Lines, send: Callable[[str], None], simulations: int = 0
     ) -> None:
-        self.name, self.load, self.lines, self.say = name, load, lines, say
+        self.name, self.load, self.lines, self.send = name, load, lines, send
         self.options = {option.name: option.default for option in protocol.OPTIONS} | {"Simulations": simulations}
         self.board = chess.Board()
         self.rng = np.random.default_rng()
         self.net: Net | None = None
-        self.thinker: Thinker | None = None
+        self.game_search: GameSearch | None = None
         self._tables: chess.syzygy.Tablebase | None = None
         self._deferred: deque[str | None] = deque()  # lines that came during a search
         self._stop = False
@@ -128,17 +128,17 @@ class Engine:
             if line is None or line.split() == ["quit"]:
                 return
             try:
-                act = self._obey(line.split())
+                act = self._handle(line.split())
             except ValueError as error:
-                self.say(f"info string {' '.join(str(error).split())}")
+                self.send(f"info string {' '.join(str(error).split())}")
             else:
                 act()
 
-    def _obey(self, words: list[str]) -> Callable[[], object]:
+    def _handle(self, words: list[str]) -> Callable[[], object]:
         """Do what a line says, but for what asks the network: that is returned, as its errors are not the line's."""
         match words:
             case ["uci", *_]:
-                return self._greet
+                return self._identify
             case ["isready", *_]:
                 return self._ready
             case ["go", *rest]:
@@ -149,90 +149,90 @@ class Engine:
             case ["setoption", *rest]:
                 option, value = protocol.parse_option(" ".join(rest))
                 if option == "SyzygyPath":
-                    self._tables = open_tables(str(value)) if value else None
+                    self._tables = open_tablebases(str(value)) if value else None
                 self.options[option] = value
                 if option in ("SyzygyPath", "Batch", "Threads"):
-                    self.thinker = None
+                    self.game_search = None
             case ["ucinewgame", *_]:
-                if self.thinker is not None:
-                    self.thinker.followed = None
+                if self.game_search is not None:
+                    self.game_search.game_line = None
             case [word, *_] if word not in ("stop", "debug", "register", "ponderhit"):
                 raise ValueError(f"unknown command '{word}'")
         return lambda: None
 
-    def _number(self, option: str) -> int:
+    def _integer(self, option: str) -> int:
         return int(self.options[option])
 
-    def _greet(self) -> None:
+    def _identify(self) -> None:
         names = f"id name matrixlib {self.name}", "id author the authors of matrixlib"
         for line in (*names, *map(str, protocol.OPTIONS), "uciok"):
-            self.say(line)
+            self.send(line)
 
     def _ready(self) -> None:
-        self._ready_thinker()
-        self.say("readyok")
+        self._load_search()
+        self.send("readyok")
 
-    def _ready_thinker(self) -> Thinker:
+    def _load_search(self) -> GameSearch:
         """The search, with the network loaded and everything compiled."""
         if self.net is None:
             self.net = self.load()
-        if self.thinker is None:
+        if self.game_search is None:
             men = max((len(name) - 1 for name in self._tables.wdl), default=0) if self._tables else 0
-            replace(self.net.runtime, threads=self._number("Threads")).apply()
-            options = SearchOptions(leaves=self._number("Batch"))
-            self.thinker = Thinker(self.net, ChessGame(self._tables, men), options)
-            self.thinker.search.run(2 * options.leaves)
-            self.thinker.search.trim()
-        return self.thinker
+            replace(self.net.runtime, threads=self._integer("Threads")).apply()
+            options = SearchOptions(leaves=self._integer("Batch"))
+            self.game_search = GameSearch(self.net, ChessGame(self._tables, men), options)
+            self.game_search.search.run(2 * options.leaves)
+            self.game_search.search.trim()
+        return self.game_search
 
     def _go(self, go: protocol.Go, only: list[chess.Move]) -> None:
         began = time.monotonic()
-        self._stop = any(_ends(line) for line in self._deferred)
+        self._stop = any(_ends_search(line) for line in self._deferred)
         board = self.board
         if not any(board.legal_moves):
-            self.say(f"info depth 0 score {'mate 0' if board.is_check() else 'cp 0'}")
+            self.send(f"info depth 0 score {'mate 0' if board.is_check() else 'cp 0'}")
             return self._answer(go, "(none)")
-        seconds = protocol.seconds_for(go, board.turn, self._number("Move Overhead"))
+        seconds = protocol.seconds_for(go, board.turn, self._integer("Move Overhead"))
         deadline = math.inf if seconds is None else began + seconds
-        limit = protocol.simulations_for(go, board.turn, self._number("Simulations"))
-        thinker = self._ready_thinker()
-        if not thinker.place(board, only):
-            self.say("info depth 0 score cp 0 string neither side can mate")
+        limit = protocol.simulations_for(go, board.turn, self._integer("Simulations"))
+        search = self._load_search()
+        if not search.set_position(board, only):
+            self.send("info depth 0 score cp 0 string neither side can mate")
             return self._answer(go, next(iter(only or board.legal_moves)).uci())
-        draws, capacity = None, self._number("Hash") * MIB
+        draws, capacity = None, self._integer("Hash") * MIB
         if self.options["UCI_ShowWDL"] == "true":
-            (evaluation,) = thinker.net.evaluate_boards([board])
+            (evaluation,) = search.net.evaluate_boards([board])
             draws = evaluation.wdl[1] if evaluation.wdl else None
-        for result, done in thinker.think(limit, deadline, self._interrupted, capacity):
+        for result, done in search.run(limit, deadline, self._interrupted, capacity):
             seconds = time.monotonic() - began
             progress = (
                 f"nodes {done} nps {int(done / max(seconds, 1e-3))} "
-                f"hashfull {min(1000 * thinker.search.bytes // capacity, 1000)} time {int(1000 * seconds)}"
+                f"hashfull {min(1000 * search.search.bytes // capacity, 1000)} time {int(1000 * seconds)}"
             )
-            self._report(thinker, result, done, draws, progress)
+            self._report(search, result, done, draws, progress)
         if self.options["VerboseMoveStats"] == "true":
             self._report_moves(result)
-        temperature = self._number("Temperature") / 100
+        temperature = self._integer("Temperature") / 100
         move = draw_move(result, temperature, self.rng) if temperature else result.best
         self._answer(go, move_from_index(move, board).uci())
 
     def _answer(self, go: protocol.Go, move: str) -> None:
         """An infinite search answers only when it is stopped."""
         while go.infinite and not self._stop:
-            self._hear(self.lines.get())
-        self.say(f"bestmove {move}")
+            self._handle_during_search(self.lines.get())
+        self.send(f"bestmove {move}")
 
     def _interrupted(self) -> bool:
         while not self.lines.empty():
-            self._hear(self.lines.get())
+            self._handle_during_search(self.lines.get())
         return self._stop
 
-    def _hear(self, line: str | None) -> None:
+    def _handle_during_search(self, line: str | None) -> None:
         """A line during a search: `isready` is answered at once, others wait; what ends a search ends those, too."""
         if line is not None and line.split() == ["isready"]:
-            self.say("readyok")
+            self.send("readyok")
         else:
-            self._stop = self._stop or _ends(line)
+            self._stop = self._stop or _ends_search(line)
             self._deferred.append(line)
 
     def _report_moves(self, result: SearchResult) -> None:
@@ -241,17 +241,17 @@ class Engine:
         for row in np.argsort(result.prior, kind="stable"):
             move = move_from_index(int(result.moves[row]), self.board).uci()
             numbers = f"N: {result.visits[row]} (P: {100 * result.prior[row]:.4f}%) (Q: {values[row]:.5f})"
-            self.say(f"info string {move} {numbers}")
-        self.say(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
+            self.send(f"info string {move} {numbers}")
+        self.send(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
 
-    def _report(self, thinker: Thinker, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
+    def _report(self, search: GameSearch, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
         """A line for each variation to show."""
-        for rank, row in enumerate(ranking(result)[: self._number("MultiPV")], start=1):
+        for rank, row in enumerate(ranking(result)[: self._integer("MultiPV")], start=1):
             value = float(result.value if np.isnan(result.values[row]) else result.values[row])
             score = protocol.score_text(value, int(result.plies[row]))
             wdl = "" if draws is None else f"{protocol.wdl_text(value, draws)} "
-            moves = thinker.line(self.board, int(result.moves[row]))
-            self.say(
+            moves = search.line(self.board, int(result.moves[row]))
+            self.send(
                 f"info depth {protocol.depth_of(done)} multipv {rank} score {score} {wdl}{progress} "
                 f"pv {' '.join(move.uci() for move in moves)}"
             )

@@ -14,13 +14,13 @@ import chess
 
 from matrixlib.tasks.chess.records import from_boards, parse_fen
 
-UNIT = 8  # simulations of depth 0
-BARE = 800  # simulations of a `go` without any limit
-MOVES_LEFT = 30  # that the clock has to last for
-MOST_SHARE = 0.6  # of what the clock shows, for one move
-PAWN = 0.00368208  # of Lichess' formula
-CERTAIN = 0.9999  # values beyond give no more centipawns
-NUMBERS = ("nodes", "depth", "mate", "movetime", "wtime", "btime", "winc", "binc", "movestogo")
+DEPTH0_SIMULATIONS = 8  # simulations of depth 0
+DEFAULT_SIMULATIONS = 800  # simulations of a `go` without any limit
+ASSUMED_MOVES_LEFT = 30  # that the clock has to last for
+MAX_CLOCK_SHARE = 0.6  # of what the clock shows, for one move
+LICHESS_SLOPE = 0.00368208  # of Lichess' formula
+MAX_VALUE = 0.9999  # values beyond give no more centipawns
+INTEGER_LIMITS = ("nodes", "depth", "mate", "movetime", "wtime", "btime", "winc", "binc", "movestogo")
 
 Value = str | int
 
@@ -100,7 +100,7 @@ def parse_go(words: Sequence[str]) -> Go:
     rest = deque(words)
     while rest:
         word = rest.popleft()
-        if word in NUMBERS:
+        if word in INTEGER_LIMITS:
             text = rest.popleft() if rest else ""
             if not re.fullmatch(r"-?\d{1,18}", text):
                 raise ValueError(f"go {word} needs a number, not '{text}'")
@@ -145,28 +145,28 @@ def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     left = max(left - overhead, 0)
     if go.movetime is not None:
         return left / 1000
-    share = left / (go.movestogo or MOVES_LEFT) + 0.75 * (go.winc if turn else go.binc)
-    return min(share, MOST_SHARE * left) / 1000
+    share = left / (go.movestogo or ASSUMED_MOVES_LEFT) + 0.75 * (go.winc if turn else go.binc)
+    return min(share, MAX_CLOCK_SHARE * left) / 1000
 
 
 def simulations_for(go: Go, turn: chess.Color, most: int) -> float:
     """Simulations at which a search ends, perhaps infinity. most: the option Simulations, 0 none."""
     if go.nodes or go.depth:
-        return min(go.nodes or math.inf, UNIT << min(go.depth, 60) if go.depth else math.inf)
+        return min(go.nodes or math.inf, DEPTH0_SIMULATIONS << min(go.depth, 60) if go.depth else math.inf)
     if most and not go.infinite:
         return most
     timed = go.movetime is not None or go.clock(turn) is not None
-    return math.inf if timed or go.mate or go.infinite else BARE
+    return math.inf if timed or go.mate or go.infinite else DEFAULT_SIMULATIONS
 
 
 def depth_of(simulations: int) -> int:
-    return max(simulations // UNIT, 1).bit_length() - 1
+    return max(simulations // DEPTH0_SIMULATIONS, 1).bit_length() - 1
 
 
 def centipawns(value: float) -> int:
     """Of an expected result in [-1, 1]."""
-    value = min(max(value, -CERTAIN), CERTAIN)
-    return round(math.log((1 + value) / (1 - value)) / PAWN)
+    value = min(max(value, -MAX_VALUE), MAX_VALUE)
+    return round(math.log((1 + value) / (1 - value)) / LICHESS_SLOPE)
 
 
 def score_text(value: float, plies: int) -> str:
