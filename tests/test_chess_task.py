@@ -398,7 +398,7 @@ def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
     [
         ({"trunk": lambda config: nn.Conv2d(19, 5, 3)}, r"trunk: it makes \(1, 5, 6, 6\)"),
         ({"heads": (Mobility(), Mobility())}, "heads: the name 'mobility' is taken"),
-        ({"loss_functions": {"value": lambda outputs, batch: outputs["value"]}}, "function of 'value' gives no sum"),
+        ({"loss_functions": {"value": lambda outputs, batch: outputs["value"]}}, "'value' must return a 0-d tensor"),
     ],
 )
 def test_parts_of_ones_own_that_cannot_work_are_named(rows: Rows, parts: dict[str, Any], problem: str) -> None:

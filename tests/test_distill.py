@@ -348,7 +348,7 @@ def test_a_scheduled_temperature() -> None:
     linear = TeacherConfig(schedule="linear", temperature=4.0, final_temperature=1.0)
     assert [scheduled_temperature(linear, p) for p in (0.0, 0.5, 1.0)] == [4.0, 2.5, 1.0]
     assert scheduled_temperature(TeacherConfig(temperature=3.0), 0.7) == 3.0
-    with pytest.raises(ConfigError, match="begins between 1 and 5, not at 7"):
+    with pytest.raises(ConfigError, match="starts between 1 and 5, not at 7"):
         load_config("demo", {"teacher": {"schedule": "learned", "temperature": 7.0}})
 
 

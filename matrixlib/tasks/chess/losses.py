@@ -1,7 +1,7 @@
-"""Losses of the chess task: SUMS over valid items in fp32, and metrics as sums over the same items.
+"""Losses of the chess task: fp32 sums over valid items, with metrics as sums over the same items.
 
-Shapes: B rows, L places for legal moves (padded), c classes. `rows` (B,) bool says which rows may give a
-loss at all. A sum without any valid item is a zero that keeps its graph. Nothing here waits for the device.
+Shapes: B rows, L legal moves (padded), c classes. rows: mask (B,) bool of the rows that count. A sum over no items is a
+differentiable zero. Nothing here synchronises with the device.
 """
 
 import math
@@ -13,41 +13,40 @@ from torch.nn import functional as F
 
 from matrixlib.tasks.chess.config import LossConfig
 
-PAD_LOGIT = -1e9  # logit of a pad: finite, so that nothing times it is NaN
-PAD_INDEX = -1  # policy index of a pad
-UNKNOWN_RESULT = 2  # result
+PAD_LOGIT = -1e9  # finite, so that 0 * PAD_LOGIT is not NaN
+PAD_INDEX = -1
+UNKNOWN_RESULT = 2
 Sums = dict[str, Tensor]
 
 
 def sums(values: Tensor, valid: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, Sums]:
-    """Sums of losses and of metrics, of the same shape as `valid` (bool), over the items that are valid."""
+    """Sums of values and of metrics over the items of the mask `valid`; all of one shape."""
     totals = {name: torch.where(valid, value.detach().float(), 0.0).sum() for name, value in metrics.items()}
     return torch.where(valid, values, 0.0).sum(), totals
 
 
 def visible_rows(batch: Mapping[str, Tensor]) -> Tensor:
-    """(B,) bool: rows whose whole board is shown; the others train the piece head alone."""
+    """Mask (B,) of the rows without hidden squares; the others train only the piece head."""
     if "hidden" not in batch:
         return torch.ones(len(batch["pieces"]), dtype=torch.bool, device=batch["pieces"].device)
     return batch["hidden"].eq(0).all(1)
 
 
 def policy_rows(index: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    """(B,) bool: rows with a policy target, that is some weight on a listed move, of index and weight (B, L)."""
+    """Mask (B,) of the rows with a policy target: weight on some move. index, weight: (B, L)."""
     return rows & _has_target(torch.where(index != PAD_INDEX, weight, 0.0))
 
 
 def policy_target(index: Tensor, weight: Tensor) -> Tensor:
-    """(B, L) fp32 distribution over the listed moves, 0 at pads; all 0 in rows without weight."""
+    """fp32 distribution (B, L) over the legal moves, 0 in pads; zeros in rows without weight."""
     weight = torch.where(index != PAD_INDEX, weight.float(), 0.0)
     total = weight.sum(1, keepdim=True)
     return weight / torch.where(total > 0, total, 1.0)
 
 
 def training_target(target: Tensor, index: Tensor, options: LossConfig) -> Tensor:
-    """What the policy learns in place of a target (B, L): the best moves alone in equal parts (`best_move`), or
-    p^(1/T) with a sum of 1; then (1 - e) of it + e / n over the n listed moves, never over pads or illegal moves
-    (label smoothing, Szegedy et al. 2016). Rows of zeros stay but for the smoothing.
+    """Policy target (B, L) that is trained: the best moves in equal parts (`best_move`), or normalised p^(1/T); then
+    label smoothing (Szegedy et al. 2016), (1 - e) p + e / n over the n legal moves. Zero rows are only smoothed.
     """
     most, temperature = target.amax(1, keepdim=True), options.policy_temperature
     if options.best_move:
@@ -62,12 +61,12 @@ def training_target(target: Tensor, index: Tensor, options: LossConfig) -> Tenso
 
 
 def entropy(target: Tensor) -> Tensor:
-    """(B,) nats of distributions (B, n); 0 log 0 = 0."""
+    """Entropy (B,) of distributions (B, n), nats."""
     return -torch.special.xlogy(target, target).sum(1)
 
 
 def legal_logits(logits: Tensor, index: Tensor) -> Tensor:
-    """(B, L) fp32 logits of the listed moves out of (B, 4672), or given as (B, L); FILL at pads."""
+    """fp32 logits (B, L) of the legal moves, gathered from (B, 4672) unless (B, L) already; PAD_LOGIT in pads."""
     picked = logits.float()
     if logits.shape != index.shape:
         picked = picked.gather(1, index.clamp(min=0).long())
@@ -79,10 +78,10 @@ def policy_loss(
 ) -> tuple[Tensor, Sums]:
     """Cross-entropy with the `training_target` over the legal moves, summed over `policy_rows`.
 
-    logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of any scale.
-    With a temperature T the logits, too, are taken as p^(1/T), so that they stay those of the target itself. Metrics,
-    which know of neither: `top1`, `top3`, `top5` (one of so many best moves is one of the target's best), `kl` to the
-    target without smoothing, `skipped` (rows without a target, so per valid row after division).
+    logits: (B, 4672). index: (B, L), ALL legal moves in the network's frame, PAD_INDEX in pads. weight: (B, L), any
+    scale. A temperature T also applies to the network's policy, which thus learns the target itself. Metrics, without
+    temperature and smoothing: `top1`, `top3`, `top5` (the k likeliest moves contain one of the target's best), `kl` to
+    the target, `skipped` (rows without a target).
     """
     valid, legal = policy_rows(index, weight, rows), index != PAD_INDEX
     scores, target = legal_logits(logits, index), policy_target(index, weight)
@@ -99,16 +98,16 @@ def policy_loss(
 
 
 def policy_floor(index: Tensor, weight: Tensor, rows: Tensor, options: LossConfig) -> float:
-    """Least sum of `policy_loss`: the entropy of what is learned."""
+    """Minimum of `policy_loss`: the entropy of its `training_target`."""
     target = training_target(policy_target(index, weight), index, options)
     return float(entropy(target[policy_rows(index, weight, rows)].double()).sum())
 
 
 def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tensor, Tensor]:
-    """(target (B, 3) win-draw-loss, known (B,) bool) from the teacher's `wdl` (B, 3) and the game's `result` (B,).
+    """Win-draw-loss target (B, 3) and mask (B,) of known rows, from an engine's `wdl` (B, 3) and the game's `result`.
 
-    With s = result_share: (1 - s) wdl + s one_hot(result). An unknown part (wdl all 0, result 2) has no weight, and the
-    other takes all of it unless s gives it none. Rows with nothing have a target of zeros.
+    With s = result_share: (1 - s) wdl + s one_hot(result). Where one of them is unknown (wdl all 0, result 2) the other
+    has all the weight, unless s gives it none. Rows without a target are 0.
     """
     share_wdl = (1 - result_share) * _has_target(wdl).float()
     share_result = result_share * (result != UNKNOWN_RESULT).float()
@@ -121,13 +120,13 @@ def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tens
 
 
 def expected_score(distribution: Tensor) -> Tensor:
-    """(B,) win + draw / 2, from 0 to 1, of (B, 3)."""
+    """Expected score win + draw / 2, (B,) in [0, 1], of win-draw-loss (B, 3)."""
     return distribution[:, 0] + distribution[:, 1] / 2
 
 
 def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of logits (B, 3) with targets (B, 3), summed over `rows`. Metrics: `accuracy` (the likeliest class
-    is one of the target's likeliest) and the moments of `_moments`.
+    """Cross-entropy of logits (B, 3) with targets (B, 3), summed over `rows`. Metrics: `accuracy` (ties in the target
+    count as correct) and `_moments`.
     """
     log_p = logits.float().log_softmax(1)
     with torch.no_grad():
@@ -138,8 +137,8 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
 
 
 def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig) -> tuple[Tensor, Sums]:
-    """Squared or Huber error of values (B,) in -1..1 against win - loss of targets (B, 3), summed over `rows`. Metrics:
-    the moments of `_moments`.
+    """Squared or Huber error of values (B,) in [-1, 1] to win - loss of targets (B, 3), summed over `rows`. Metrics:
+    `_moments`.
     """
     value, result = value.float(), target[:, 0] - target[:, 2]
     if options.scalar == "mse":
@@ -150,21 +149,20 @@ def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig
 
 
 def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of logits (B, c, 8, 8) with classes (B, 8, 8), summed over `squares` (B, 8, 8) bool, `accuracy`."""
+    """Cross-entropy of logits (B, c, 8, 8) with classes (B, 8, 8) over the mask `squares`; metric `accuracy`."""
     loss = F.cross_entropy(logits.float(), classes.long(), reduction="none")
     return sums(loss, squares, {"accuracy": logits.argmax(1) == classes})
 
 
 def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float = 1.0) -> tuple[Tensor, Sums]:
-    """Binary cross-entropy of logits (B, 1, 8, 8) with targets (B, 8, 8) of 0 and 1, summed over `squares`.
+    """Binary cross-entropy of logits (B, 1, 8, 8) with targets (B, 8, 8) of 0 and 1 over the mask `squares` (B, 8, 8).
 
-    positive: how many times a 1 counts, as pins and forks stand on 0.21 % and 0.11 % of the squares. Such a weight w
-    trains the logit of the odds times w, so `calibrated` takes ln w away again (Elkan 2001).
-    Metrics, all of calibrated logits: `cross_entropy`, unweighted, `accuracy`, and `hit` (true and predicted),
-    `predicted` and `actual`, of which precision and recall are made.
+    positive: weight of the positives; pins and forks are on 0.21 % and 0.11 % of the squares. It raises the logits by
+    ln(positive), which `calibrated` subtracts (Elkan 2001). Metrics of calibrated logits: `cross_entropy` (unweighted),
+    `accuracy`, and the counts `hit` (true positives), `predicted`, `actual` for precision and recall.
     """
     scores, truth = logits.float().squeeze(1), target.float()
-    # filled where it is, as a copy from the host would wait for the device
+    # Filled on the device: a copy from the host would synchronise
     weight = scores.new_full((), positive) if positive != 1 else None
     loss = F.binary_cross_entropy_with_logits(scores, truth, reduction="none", pos_weight=weight)
     with torch.no_grad():
@@ -181,16 +179,16 @@ def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float
 
 
 def calibrated(scores: Tensor, positive: float) -> Tensor:
-    """Logits of the true odds, from logits that were trained with 1 counting `positive` times."""
+    """Logits corrected for training with the positive weight `positive`."""
     return scores - math.log(positive)
 
 
 def _has_target(target: Tensor) -> Tensor:
-    """(B,) bool: rows of a target (B, n) that is not all 0."""
-    # One with a NaN counts: left out, it would make the gradient alone NaN, which passes for an overflow of fp16.
+    """Mask (B,) of the rows of a target (B, n) that are not all 0."""
+    # NaN rows count: excluded, they would make only the gradient NaN, which looks like an fp16 overflow
     return ~(target.sum(1) <= 0)
 
 
 def _moments(x: Tensor, y: Tensor) -> Sums:
-    """x, x^2, y, y^2 and xy of the expected scores (B,) of network and target, for their correlation."""
+    """Moments x, x^2, y, y^2, xy of the expected scores (B,) of network and target, for their correlation."""
     return {"x": x, "x2": x * x, "y": y, "y2": y * y, "xy": x * y}

@@ -1,8 +1,7 @@
-"""The chess task: what the engine trains, from stored rows to losses.
+"""The chess task (`engine.task.Task`): stored rows to training batches, network and losses.
 
-Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the model; with a teacher also
-"teacher_policy", "teacher_value" and, where it is wanted, "teacher_features". Batches stay packed until the device: see
-`ChessTask.prepare` for the arrays.
+Terms: "policy", "value", "ssl_<head>" per self-supervised head; with a teacher "teacher_policy", "teacher_value" and
+optionally "teacher_features". Batches stay packed until they are on the device: see `ChessTask.prepare`.
 """
 
 import functools
@@ -28,15 +27,18 @@ from matrixlib.tasks.chess.losses import Sums, visible_rows
 from matrixlib.tasks.chess.model import DEFAULT_HEADS, PLANES, PolicyValueNet, training_flops
 from matrixlib.tasks.chess.planes import SIDE, move_map, planes, unpack_maps
 
-MIN_POLICY_WIDTH = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
-POLICY_WIDTH_STEP = 32
-TERM_OUTPUTS = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}  # terms -> outputs
+# The padded policy has room for 96 legal moves, or the next multiple of 32
+MIN_POLICY_WIDTH, POLICY_WIDTH_STEP = 96, 32
+# Term -> network output, where the names differ
+TERM_OUTPUTS = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}
 STATE_COLUMNS = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
 class Term(NamedTuple):
-    """A part of the loss: outputs and batch -> (SUM over its items, sums of its metrics). count: valid items of a host
-    batch. floor: the least SUM of such a batch; None: neither that nor chance level is known.
+    """A loss term.
+
+    loss: (outputs, batch) -> (sum over items, sums of metrics). count: valid items of a host batch. floor: least sum of
+    a host batch; None where neither floor nor chance level is known.
     """
 
     weight: float
@@ -47,23 +49,23 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class ChessTask:
-    """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy.
+    """The chess task of a configuration; frozen and picklable for the loader's workers.
 
-    trunk, heads: parts of one's own for the network, see `PolicyValueNet`. loss_functions: (outputs, batch) -> SUM, or
-    (SUM, sums of metrics), by term: in place of ours, of the same items, or beside them, of weight 1 and over the rows
-    of `losses.visible_rows`.
+    trunk, heads: custom parts of the network, see `PolicyValueNet`.
+    loss_functions: term -> custom loss (outputs, batch) -> sum, or (sum, sums of metrics). An existing term keeps its
+    weight and items; a new one has weight 1 and the rows of `losses.visible_rows`.
     """
 
     config: ChessConfig
     trunk: Callable[[ModelConfig], nn.Module] | None = None
     heads: tuple[Head, ...] = ()
     loss_functions: Mapping[str, Callable[[dict[str, Any], Batch], Any]] = field(default_factory=dict, hash=False)
-    input_planes: ClassVar[int] = PLANES  # that a network takes
-    history: ClassVar[int] = 0  # plies before a position that its networks look at
+    input_planes: ClassVar[int] = PLANES
+    history: ClassVar[int] = 0  # earlier positions in the network's input, in plies
 
     @property
     def terms(self) -> dict[str, Term]:
-        """Every part of the loss by name."""
+        """Loss terms by name."""
         options, teacher = self.config.loss, self.config.teacher
         terms = {
             "policy": Term(options.policy, self._policy_loss, _count_policy_rows, self._policy_floor),
@@ -90,21 +92,24 @@ class ChessTask:
 
     @property
     def gated(self) -> frozenset[str]:
-        """Terms of the self-supervised heads, and of heads of one's own that say so."""
+        """Terms of the self-supervised heads and of custom heads with `gated`."""
         own = (head.name for head in self.heads if head.gated)
         return frozenset((*(f"ssl_{name}" for name in self.config.model.ssl), *own))
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Stored rows to packed training arrays, all with leading dimension B.
+        """Packed training batch of stored rows:
 
-        `pieces` u8 (B, 32); `state` i16 (B, 6), columns STATE (en-passant file -1: none); `policy_index` i16 (B, L) on
-        the oriented board, -1 in pads; `policy_weight` f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32
-        (B, 3) likewise; `result` i8 (B,), 2 unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as
-        `ssl.MAPS`; with the piece head `hidden` u8 (B, 8), where its loss has a weight. Of a cached teacher
-        `teacher_policy` f32 (B, L) and `teacher_wdl` f32 (B, 3). Of each of `heads` its targets, by its name.
+        pieces: uint8 (B, 32).  state: int16 (B, 6), STATE_COLUMNS; en-passant file -1 for none.
+        policy_index: int16 (B, L) on the oriented board, -1 in pads.
+        policy_weight: float32 (B, L), rows sum to 1, or 0 without a target.
+        wdl: float32 (B, 3) likewise.  result: int8 (B,), 2 unknown.
+        maps: uint8 (B, 5, 8), bit maps `ssl.MAPS`, with self-supervised heads.
+        hidden: uint8 (B, 8), bit map of hidden squares, if `ssl_piece` has a weight.
+        teacher_policy, teacher_wdl: float32 (B, L), (B, 3), with a cached teacher.
+        <head>: targets of each custom head.
 
-        With `data.mirror` half of the rows without castling rights are mirrored left and right before anything else.
-        Every random number is drawn whether it is used or not.
+        With `data.mirror` half of the rows without castling rights are mirrored first. All random numbers are drawn
+        whether used or not.
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
@@ -116,14 +121,15 @@ class ChessTask:
         return self._packed(batch, hidden)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """As `prepare`, with nothing mirrored and nothing hidden: no row gives a loss of the piece head."""
+        """`prepare` without augmentation: no mirroring, no hidden squares, so no items for the piece loss."""
         return self._packed(soft.unpack_outputs(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
     ) -> dict[str, np.ndarray]:
-        """What `predict` asks for, of records (B,) and their legal moves (K,) at offsets (B + 1,): `pieces`, `state`
-        and `policy_index` as `prepare` gives them. past: for networks that look at it.
+        """Inputs of `predict`: `pieces`, `state` and `policy_index` as in `prepare`.
+
+        rows: records (B,). index, offset: legal moves (K,) and row offsets (B + 1,). past: for networks with `history`.
         """
         return {
             "pieces": np.ascontiguousarray(rows["pieces"]),
@@ -148,7 +154,7 @@ class ChessTask:
         return out | {head.name: head.targets(batch) for head in self.heads}
 
     def build_model(self) -> PolicyValueNet:
-        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
+        """Initialised fp32 network on the CPU, deterministic by seed; leaves torch's global RNG untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             model = PolicyValueNet(self.config.model, self.trunk, self.heads)
@@ -158,15 +164,15 @@ class ChessTask:
         return model
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Let the self-supervised heads work on `rows` positions at once; not those with BatchNorm, whose statistics
-        are of all of them. Returns what is in force.
+        """Run the self-supervised heads on chunks of `rows` positions and return the chunk size in effect: 0, the whole
+        batch, with BatchNorm.
         """
         assert isinstance(model, PolicyValueNet)
         model.ssl_chunk = rows if self.config.model.norm.stem_heads == "group" else 0
         return model.ssl_chunk
 
     def training_flops(self) -> int:
-        """Floating-point operations of forward and backward for one position, of the active terms."""
+        """Training FLOPs (forward and backward) per position for the active terms."""
         heads = self._output_names(frozenset(name for name, term in self.terms.items() if term.weight > 0))
         return training_flops(self.config.model, heads - {"stream", "features"}, self.trunk, self.heads)
 
@@ -177,13 +183,13 @@ class ChessTask:
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms and their metrics (see losses.py); of rows with hidden squares `ssl_piece` alone."""
+        """Sums of the active terms and of their metrics; rows with hidden squares count for `ssl_piece` only."""
         return self.loss(self.forward(model, batch, active), batch, active)
 
     def loss(
         self, out: dict[str, Any], batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """`losses` of the outputs of `forward`."""
+        """`losses` from the outputs of `forward`."""
         sums: Sums = {}
         metrics: Sums = {}
         terms = self.terms
@@ -194,7 +200,7 @@ class ChessTask:
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per active term (chance, floor), where known, as sums over the items of `counts`; chance: all outputs 0."""
+        """(chance, floor) sums of each active term where known; chance: the loss of all-zero outputs."""
         batch, model = {name: tensor.cpu() for name, tensor in batch.items()}, self.config.model
         count = len(batch["pieces"])
         blank = {
@@ -215,7 +221,7 @@ class ChessTask:
         return losses.policy_floor(index, weight, visible_rows(batch), self.config.loss)
 
     def value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(target (B, 3) win-draw-loss, rows (B,) bool that have one)."""
+        """(win-draw-loss targets (B, 3), mask (B,) of the rows that have one)."""
         target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
         return target, known & visible_rows(batch)
 
@@ -232,7 +238,7 @@ class ChessTask:
         return 0.0 if self.config.model.value.kind == "scalar" else float(losses.entropy(target[rows].double()).sum())
 
     def _ssl_loss(self, head: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        # Outputs are turned to the oriented board, where the targets are.
+        # Targets are on the oriented board
         logits, target = self.oriented(out["ssl"][head], batch, head), ssl.head_target(batch, head)
         if head == "piece":
             squares = unpack_maps(batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))).bool()
@@ -258,8 +264,8 @@ class ChessTask:
         return soft.feature_loss(own, theirs, visible_rows(batch)), {}
 
     def residuals(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
-        """What each of these blocks adds to a network's stream, (B, C, S) in fp32: on the 64 squares of the oriented
-        board, or (`squares` off) the mean over them. stream: what goes into the blocks, and what comes out of each.
+        """fp32 residuals (B, C, S) of these blocks, their output minus input: S = 64 squares of the oriented board, or
+        their mean (S = 1). stream: input of the first block and output of each, as in `PolicyValueNet.trunk`.
         """
         added = [stream[block + 1].float() - stream[block].float() for block in blocks]
         if squares:
@@ -267,7 +273,7 @@ class ChessTask:
         return [maps.mean((2, 3))[:, :, None] for maps in added]
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits; own heads."""
+        """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>`; custom heads."""
         out = self.forward(model, batch, frozenset(self.weights))
         index = self.network_index(batch)
         legal = torch.where(index != losses.PAD_INDEX, losses.legal_logits(out["policy"], index), math.nan)
@@ -276,8 +282,9 @@ class ChessTask:
         return {"policy": legal, "value": out["value"]} | maps | own
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """Predictions on the oriented board: `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in
-        pads; `value` (B,) in -1..1; maybe `wdl` (B, 3) probabilities; `ssl/<head>` (B, c, 8, 8) for each of `heads`.
+        """Predictions on the oriented board: `policy` (B, L) log-probabilities of the moves `policy_index`, about -1e9
+        in pads; `value` (B,) in [-1, 1]; `wdl` (B, 3) probabilities unless the value head is scalar; `ssl/<head>`
+        (B, c, 8, 8) probabilities of each of `heads`.
         """
         names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
         return self.probabilities(self.forward(model, batch, names), batch, heads)
@@ -285,7 +292,7 @@ class ChessTask:
     def probabilities(
         self, out: dict[str, Any], batch: Batch, heads: frozenset[str] = frozenset()
     ) -> dict[str, Tensor]:
-        """`predict` of the outputs of `forward`."""
+        """`predict` from the outputs of `forward`."""
         result = {"policy": losses.legal_logits(out["policy"], self.network_index(batch)).log_softmax(1)}
         if self.config.model.value.kind == "scalar":
             result["value"] = out["value"]
@@ -297,13 +304,13 @@ class ChessTask:
         return result
 
     def ssl_probabilities(self, head: str, logits: Tensor) -> Tensor:
-        """Probabilities of a self-supervised head's logits (B, c, 8, 8), corrected for `loss.positive`."""
+        """Probabilities from a self-supervised head's logits (B, c, 8, 8), corrected for `loss.positive`."""
         if logits.shape[1] > 1:
             return logits.softmax(1)
         return losses.calibrated(logits, self._positive_weight(head)).sigmoid()
 
     def _positive_weight(self, head: str) -> float:
-        """How many times a 1 counts in a binary head's loss."""
+        """Positive weight of a binary head's loss."""
         return float(getattr(self.config.loss.positive, head, 1.0))
 
     def planes(self, batch: Batch) -> Tensor:
@@ -311,25 +318,25 @@ class ChessTask:
         return planes(batch, self.config.model.encoding)
 
     def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
-        """The network's outputs that these terms need, in its own frame: see `PolicyValueNet.forward`. In training with
-        a learned temperature also `temperature` (B,) and `raw`, the parameter behind it.
+        """Network outputs that these terms need, in the network's frame, see `PolicyValueNet.forward`. In training with
+        a learned temperature also `temperature` (B,) and `raw`, its parameter.
         """
         names = self._output_names(terms)
         arguments: list[Any] = [self.planes(batch), names]
-        # A GPU makes all moves' in no time, and of a compiled network every number of moves would be another graph
+        # CPU only: a GPU gains nothing, and a compiled network would need a graph for each L
         if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
             arguments.append(self.network_index(batch))
         out: dict[str, Any] = model(*arguments)
-        # Held-out rows are always scored at the temperature of their batch.
+        # Held-out rows use the temperature of their batch
         if "teacher_policy" in terms and self.config.teacher.schedule == "learned" and model.training:
-            learned = model.temperature  # of a compiled model, too
+            learned = model.temperature  # also through torch.compile's wrapper
             assert isinstance(learned, soft.LearnedTemperature)
             out["temperature"] = learned(batch["reversal"][0]).expand(len(batch["pieces"]))
             out["raw"] = learned.raw.detach()
         return out
 
     def _output_names(self, terms: frozenset[str]) -> frozenset[str]:
-        """Names of the network's outputs that these terms look at; a loss of one's own may look at any."""
+        """Network outputs that these terms need; a custom loss may need any."""
         names = {TERM_OUTPUTS.get(term, term) for term in terms}
         if terms & self.loss_functions.keys():
             known = {*DEFAULT_HEADS, "features", *(f"ssl_{name}" for name in self.config.model.ssl)}
@@ -338,7 +345,7 @@ class ChessTask:
         return frozenset(names)
 
     def network_index(self, batch: Batch) -> Tensor:
-        """(B, L) policy indices in the network's frame, PAD kept."""
+        """Policy indices (B, L) in the network's frame, pads kept."""
         index = batch["policy_index"]
         if self.config.model.encoding == "oriented":
             return index
@@ -347,22 +354,22 @@ class ChessTask:
         return torch.where(index != losses.PAD_INDEX, moved, losses.PAD_INDEX)
 
     def oriented(self, maps: Tensor, batch: Batch, name: str = "") -> Tensor:
-        """Maps (B, c, 8, 8) turned from the network's frame to the oriented board. name: of the head that gave them."""
+        """Maps (B, c, 8, 8) from the network's frame to the oriented board. name: their head."""
         if self.config.model.encoding == "oriented":
             return maps
-        # Matrix0's rows run from rank 8, as Black's oriented ranks do, whose own pieces are the second six classes.
+        # Matrix0's row 0 is rank 8, as on Black's oriented board; Black's own pieces are classes 6-11
         black = batch["state"][:, SIDE, None, None, None].ne(0)
         theirs = maps[:, device_table(ssl.SWAPPED_COLOURS.tolist, str(maps.device))] if name == "piece" else maps
         return torch.where(black, theirs, maps.flip(2))
 
 
 def packed_state(rows: np.ndarray) -> np.ndarray:
-    """The columns STATE (..., 6) int16 of records (...); ply wraps, and planes() reads it back as unsigned."""
+    """STATE_COLUMNS (..., 6) int16 of records (...); ply wraps around, `planes` reads it as unsigned."""
     return np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE_COLUMNS], axis=-1)
 
 
 def boards_of(batch: Batch) -> list[chess.Board]:
-    """The positions of a prepared batch, whole."""
+    """Boards of a prepared batch, hidden squares included."""
     rows = np.zeros(len(batch["pieces"]), records.LAYOUT.record)
     rows["pieces"] = batch["pieces"].numpy()
     for column, name in enumerate(STATE_COLUMNS):
@@ -394,28 +401,27 @@ def _custom_loss(name: str, function: Callable[..., Any], out: dict[str, Any], b
     given = function(out, batch)
     loss, metrics = (given, {}) if isinstance(given, Tensor) else given
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise ValueError(f"losses: the function of '{name}' gives no sum: it must return a tensor without dimensions")
+        raise ValueError(f"losses: the function of '{name}' must return a 0-d tensor, the sum over its items")
     return loss, {metric: value.detach().float() for metric, value in metrics.items()}
 
 
 @functools.cache
 def device_table(make: Callable[..., Any], device: str, *arguments: str) -> Tensor:
-    """A table on a device, copied there once; no inference tensor, which training could not use."""
+    """A table on a device, cached; a normal tensor even in inference mode, so that training can use it."""
     with torch.inference_mode(False):
         return torch.as_tensor(make(*arguments)).to(device)
 
 
 def _padded(values: np.ndarray, offset: np.ndarray, fill: float, kind: type[np.generic]) -> np.ndarray:
-    """Ragged rows (K,) as (B, L) of a kind, the rest filled; L is a multiple of STEP_MOVES."""
+    """Ragged rows (K,) padded to (B, L); L is a multiple of POLICY_WIDTH_STEP."""
     length = np.diff(offset)
     width = max(MIN_POLICY_WIDTH, -(-int(length.max(initial=0)) // POLICY_WIDTH_STEP) * POLICY_WIDTH_STEP)
     out = np.full((len(length), width), fill, kind)
-    out[np.arange(width) < length[:, None]] = values  # both row by row
+    out[np.arange(width) < length[:, None]] = values  # both in row order
     return out
 
 
 def _normalised(weights: np.ndarray) -> np.ndarray:
-    """Rows (B, n) float32 divided by their sums; rows of zeros stay."""
+    """Rows (B, n) divided by their sums, float32; zero rows stay zero."""
     total = weights.sum(1, keepdims=True, dtype=np.float64)
-    shares: np.ndarray = (weights / np.where(total > 0, total, 1)).astype(np.float32)
-    return shares
+    return np.asarray(weights / np.where(total > 0, total, 1), np.float32)
