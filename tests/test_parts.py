@@ -70,7 +70,7 @@ def test_a_part_is_known_by_its_source_and_by_the_values_that_it_uses(monkeypatc
 )
 def test_other_parts_are_refused_by_name(given: Any, recorded: Any, problem: str) -> None:
     refuse_other(Parts(**given), Parts(**given).record(), "x")
-    with pytest.raises(ValueError, match=f"run 'x' was begun with other parts: {problem}"):
+    with pytest.raises(ValueError, match=f"run 'x' was started with other parts: {problem}"):
         refuse_other(Parts(**given), Parts(**recorded).record(), "x")
 
 

@@ -138,8 +138,8 @@ def test_golden_tree() -> None:
 
 
 def test_first_play_urgency_and_exploration_that_grows_with_visits() -> None:
-    """After move 0 (prior 0.64) 0 + sqrt 2 * 0.32 = 0.45 against 0 - 0.8 r + sqrt 2 * 0.36 = 0.51 - 0.8 r, reduction r.
-    And c = c_init + ln((1 + N + c_base) / c_base); c_base 1 and N = 2: ln 4 = 1.39, which tips the second choice:
+    """After move 0 (prior 0.64): 0 + sqrt 2 * 0.32 = 0.45 against 0 - 0.8 r + sqrt 2 * 0.36 = 0.51 - 0.8 r for a
+    reduction r. And c = c_init + ln((1 + N + c_base) / c_base); c_base 1 and N = 2: ln 4 = 1.39, which tips the second:
     -0.5 + c * sqrt 2 * 0.4 against -0.25 + c * sqrt 2 * 0.2, after N = 1: c = ln 3, either way move 0.
     """
     moves = {0: [1, 2], 1: [3], 2: [4], 3: [5]}

@@ -42,8 +42,8 @@ def test_a_kind_is_told_once_an_interval_with_its_count() -> None:
     assert filtered(RateLimiter(20), 1, 50) == [
         (1, "2 items skipped"),
         (10, "no valid target"),
-        (21, "1 items skipped (19 times more after update 1)"),
-        (41, "3 items skipped (19 times more after update 21)"),
+        (21, "1 items skipped (19 more since update 1)"),
+        (41, "3 items skipped (19 more since update 21)"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Averaged weights, which are evaluated and exported in place of the raw ones, with batch norms that fit them."""
+"""Averaged weights (EMA, SWA, schedule-free) for evaluation and export, with matching BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from matrixlib.engine.distributed import batch_norms, gather_full, is_sharded, u
 from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.task import Source, rows, slice_batch, to_device
 
-BATCHES = 16  # training batches that statistics of batch norms are made of, in about the time of five updates
+BATCHES = 16  # training batches for BatchNorm statistics; costs about five updates
 
 
 class Average:
-    """What is evaluated and exported in place of a model's weights.
+    """Weights that are evaluated and exported instead of the model's.
 
-    averages: updates that it has averaged in. lacks_statistics: those of batch norms are not averaged with the weights.
-    statistics: what `EvalWeights` has made in their place, by the names of `named_tensors`; empty until then.
+    averages: number of updates averaged. lacks_statistics: BatchNorm statistics are not averaged with the weights.
+    statistics: BatchNorm buffers recomputed by `EvalWeights`, by `named_tensors` names; empty until then.
     """
 
     lacks_statistics = True
@@ -35,11 +35,11 @@ class Average:
         self.statistics: Mapping[str, Tensor] = {}
 
     def update(self) -> None:
-        """Average the model's present weights in."""
+        """Add the model's current weights to the average."""
         self.averages, self.statistics = self.averages + 1, {}
 
     def after(self, steps: int, update: int, moved: bool) -> None:
-        """To be called after each update with its index. moved: it has moved the weights."""
+        """Call after each update with its index. moved: the update changed the weights."""
         if moved:
             self.update()
 
@@ -47,19 +47,19 @@ class Average:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
+        """Averaged tensors by `named_tensors` names; `load_tensors` copies them into a model."""
         return {**named_tensors(self._model), **self._averaged(), **self.statistics}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
-        """Restore. ValueError when the names differ."""
+        """Restore. ValueError if the names differ."""
         self.averages, self.statistics = averages, {}
 
 
 class EMA(Average):
-    """Exponential moving average of a model's weights, after updates that moved them.
+    """Exponential moving average of a model's weights over updates that changed them.
 
-    Floating buffers (BatchNorm statistics) are averaged too, integer ones copied. The decay is min(decay, (1 + t) /
-    (10 + t)) at the t-th average. The model's tensors are looked up once, so they must not be replaced.
+    Floating-point buffers (BatchNorm statistics) are averaged, integer ones copied. Decay at the t-th average:
+    min(decay, (1 + t) / (10 + t)). Tensors are looked up once, so the model's must not be replaced.
     """
 
     lacks_statistics = False
@@ -94,8 +94,9 @@ class EMA(Average):
 
 
 class SWA(Average):
-    """The plain mean of weights (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407) after the last update and,
-    counted back from there, every `interval`-th within the last `share` of the run; before that, the raw weights."""
+    """Stochastic weight averaging: the mean of the weights at every `interval`-th update within the last `share` of the
+    run, the last update included (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407). Before that, the raw
+    weights."""
 
     def __init__(self, model: nn.Module, share: float, interval: int) -> None:
         super().__init__(model)
@@ -106,7 +107,7 @@ class SWA(Average):
     def after(self, steps: int, update: int, moved: bool) -> None:
         left, before = steps - 1 - update, steps - update
         if left >= self.share * steps:
-            self.averages = 0  # of a run that was complete and is to be longer now
+            self.averages = 0  # a finished run is being extended
         elif math.ceil(left / self.interval) < math.ceil(before / self.interval):
             self.update()
 
@@ -130,9 +131,9 @@ class SWA(Average):
 
 
 class ScheduleFreeAverage(Average):
-    """The averaged point of schedule-free AdamW, x = y + (1 - 1 / beta1) (z - y): y are the model's weights, at which
-    gradients are taken, z the optimiser's (Defazio et al. 2024, https://arxiv.org/abs/2405.15682). It is made beside
-    the weights: the library's `eval` and `train` do not put them back exactly."""
+    """The averaged point of schedule-free AdamW, x = y + (1 - 1 / beta1) (z - y): y are the model's weights, z the
+    optimizer's (Defazio et al. 2024, https://arxiv.org/abs/2405.15682). Computed in a copy: the library's `eval` and
+    `train` do not restore y exactly."""
 
     def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
         super().__init__(model)
@@ -148,7 +149,7 @@ class ScheduleFreeAverage(Average):
 
 
 def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimConfig) -> Average | None:
-    """The average that is evaluated; None: the raw weights are."""
+    """The configured average; None to evaluate the raw weights."""
     if config.optimiser == "schedule_free":
         return ScheduleFreeAverage(model, optimiser)
     if config.swa:
@@ -157,8 +158,8 @@ def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimCon
 
 
 class EvalWeights:
-    """The weights by which the training of a `Step` is judged and exported. source: of every method, the training
-    batches of the phase in force."""
+    """Swaps the evaluation weights of a `Step` in and out. source (of every method): training batches of the current
+    phase, for BatchNorm statistics."""
 
     def __init__(self, step: Any) -> None:
         self._step, self._model = step, unwrap(step.model)
@@ -166,7 +167,8 @@ class EvalWeights:
 
     @contextmanager
     def applied(self, source: Source) -> Iterator[None]:
-        """They stand in the step's model inside the context, on every rank the same; the exact raw weights after it."""
+        """Context in which the step's model holds the evaluation weights, equal on every rank; the exact raw weights
+        are restored after it."""
         average, raw = self._step.ema, dict[str, Tensor]()
         self.renew(source)
         try:
@@ -182,7 +184,8 @@ class EvalWeights:
                 load_tensors(self._model, raw)
 
     def network(self, source: Source) -> nn.Module | None:
-        """A copy of the model with these weights, frozen, in eval mode. All ranks ask for it, rank 0 alone gets it."""
+        """A frozen copy of the model with the evaluation weights in eval mode. Collective: rank 0 gets it, others
+        None."""
         self.renew(source)
         average, step = self._step.ema, self._step
         tensors = average.state_dict() if average is not None else {}
@@ -196,8 +199,8 @@ class EvalWeights:
         return model.requires_grad_(False).eval()
 
     def renew(self, source: Source) -> None:
-        """On rank 0 (`applied` gives them to all), make the statistics of batch norms anew where the average or
-        `source` has changed since. No weight, gradient, random stream or batch of the training moves."""
+        """Recompute BatchNorm statistics on rank 0 if the average or `source` changed (`applied` broadcasts them). No
+        weight, gradient, random stream or training batch changes."""
         average = self._step.ema
         if average is None or not (average.lacks_statistics and average.averages and _statistics(self._model)):
             return
@@ -226,6 +229,6 @@ class EvalWeights:
 
 
 def _statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers of batch norms by name."""
+    """BatchNorm buffers by name."""
     inner = {id(buffer) for norm in batch_norms(model) for buffer in norm.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in inner}

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: written in the background, whole or absent; the newest, the best, and what a rollback needs.
+"""Checkpoints of a run, written in the background and atomically; which to resume from, and which is best.
 
-`step_00000500/` holds one `<group>.safetensors` for each group of tensors (model, ema, optimiser, rng, ...), or
-`<group>.safetensors.zst` where it was compressed, and `state.json`: what it is, the mark of a best one, the SHA-256 and
-size of each tensor file on the disk, the caller's state, and last the SHA-256 of all text before that key. No pickle.
+`step_00000500/` holds `<group>.safetensors` for each group of tensors (model, ema, optimiser, rng, ...), or
+`<group>.safetensors.zst` if compressed, and `state.json`: metadata, whether it was the best, SHA-256 and size of each
+tensor file, the caller's state and, as the last key, the SHA-256 of all text before it. No pickle.
 
-It is written as `step_00000500.tmp`, each file fsynced, renamed last, the parent fsynced. A best one of a course that
-was left is `best_00000500`.
+Written as `step_00000500.tmp`: files fsynced, folder renamed, parent fsynced. A best checkpoint that a rollback
+discarded is renamed `best_00000500`.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from matrixlib.files import FolderError, sync_folder, utc_now, write_bytes
 from matrixlib.hardware import machine
 
 SCHEMA = 2
-SMALL_BYTES, MAX_RATIO = 16 << 20, 64  # a larger group is not unpacked to more times its size: weights lose a tenth
+SMALL_BYTES, MAX_RATIO = 16 << 20, 64  # decompression limit for larger groups; weights compress by a tenth
 FOLDER = re.compile(r"(step|best)_(\d{8,})")
-ROOM_BYTES = 1 << 20  # for state.json and the file system's own needs
+ROOM_BYTES = 1 << 20  # for state.json and file system overhead
 Tensors = dict[str, dict[str, torch.Tensor]]
 TensorsLike = Mapping[str, Mapping[str, torch.Tensor]]
 
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
 _DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
-_versions = functools.cache(machine.versions)  # which may have to ask the driver's own program
+_versions = functools.cache(machine.versions)  # may run a driver's command
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read; the message says which, why and what to do."""
+    """A checkpoint cannot be written or read; the message says which, why and what to do."""
 
 
 class UnwritableCheckpoint(CheckpointError, FolderError):
-    """There is no room for a checkpoint, or its folder cannot be written."""
+    """No disk space for a checkpoint, or its folder is not writable."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """One checkpoint is not what was written."""
+    """A corrupt checkpoint."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something about checkpoints that did not stop the run."""
+    """A checkpoint problem that did not stop the run."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint in memory; tensors on the CPU. sha256: group -> of its file."""
+    """One checkpoint in memory, tensors on the CPU. sha256: by group, of its file."""
 
     step: int
     path: Path
@@ -90,15 +90,15 @@ def host_copies(tensors: TensorsLike) -> Tensors:
 def write(
     folder: Path, step: int, tensors: Tensors, state: Any, mark: Mapping[str, Any] | None = None, compress: int = 0
 ) -> None:
-    """Fill the empty `folder`; durable on return. tensors: from `host_copies`. mark: what makes it a best one."""
+    """Write a checkpoint into the empty `folder`, durable on return. tensors: from `host_copies`. mark: of a best
+    checkpoint."""
     groups = {group: _write_group(folder, group, members, compress) for group, members in tensors.items()}
     data = {"schema": SCHEMA, "step": step, "time": utc_now(), "versions": _versions(), "best": mark}
     write_bytes(folder / "state.json", _seal(data | {"groups": groups, "state": state}))
 
 
 def read(path: Path) -> Checkpoint:
-    """Read and verify one folder. DamagedCheckpoint naming the file and its fault, CheckpointError for a schema that
-    this code does not know."""
+    """Read and verify one folder. DamagedCheckpoint names the corrupt file; CheckpointError for an unknown schema."""
     data = read_state(path)
     try:
         tensors = {group: _read_group(path, group, entry) for group, entry in data["groups"].items()}
@@ -109,7 +109,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The verified contents of a checkpoint's state.json; errors as `read`."""
+    """The verified contents of state.json; errors as `read`."""
     try:
         raw = (path / "state.json").read_bytes()
     except OSError as error:
@@ -156,14 +156,14 @@ def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, t
         size = file.stat().st_size
         if size != entry["bytes"]:
             raise DamagedCheckpoint(f"{where} has {size} bytes instead of {entry['bytes']}")
-        with file.open("rb") as opened:  # no more than it has: a link may lead to something without an end
+        with file.open("rb") as opened:  # bounded: a link may point to an endless device
             raw = opened.read(size)
     except OSError as error:
         raise DamagedCheckpoint(f"{where} cannot be read ({error.strerror})") from error
     if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
         raise DamagedCheckpoint(f"{where} is not as it was written (checksum)")
     try:
-        if (unpacked := entry.get("unpacked")) is not None:  # memory is bounded before it is taken
+        if (unpacked := entry.get("unpacked")) is not None:  # check the size before allocating
             if unpacked > max(SMALL_BYTES, MAX_RATIO * size):
                 raise zstandard.ZstdError(f"it claims {unpacked:,} bytes, which no weights of {size:,} bytes have")
             if (claimed := zstandard.get_frame_parameters(raw).content_size) != unpacked:
@@ -175,13 +175,13 @@ def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, t
 
 
 def _seal(data: Mapping[str, Any]) -> bytes:
-    """JSON whose last key is the digest of all text before it."""
+    """JSON whose last key is the SHA-256 of all text before it."""
     body = json.dumps(data, indent=1).encode().removesuffix(b"\n}")
     return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 class Best(NamedTuple):
-    """The best checkpoint: the one marked last by `save(best=value)`. order: counts the marks of a run."""
+    """A checkpoint saved with `best=value`. order: increases with each."""
 
     step: int
     value: float
@@ -191,7 +191,7 @@ class Best(NamedTuple):
 
 @dataclass
 class Saving:
-    """When the next checkpoint is due. step: of the last one, -1 before. by_clock: that the clock alone asked for."""
+    """When the next checkpoint is due. step: of the last one, -1 before. by_clock: due by time, not by update."""
 
     config: CheckpointConfig
     step: int = -1
@@ -199,7 +199,7 @@ class Saving:
     _at: float = field(default_factory=time.monotonic)
 
     def due(self, step: int) -> bool:
-        """Whether the interval, or that of the checkpoints kept for good, has been reached, or the minutes are over."""
+        """Whether `interval`, `keep_every` or the minutes are reached."""
         intervals = (self.config.interval, self.config.keep_every)
         if any(step // n > max(self.step, 0) // n for n in intervals if n):
             return True
@@ -208,21 +208,20 @@ class Saving:
         return late
 
     def done(self, step: int) -> None:
-        """The checkpoint of update `step` is there."""
+        """Record the checkpoint of update `step`."""
         self.step, self._at = step, time.monotonic()
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`: the newest `keep` (2 or more), the `best` that were marked last, and
-    those at multiples of `every` updates (0: none). compress: zstd level of what is written, 0 = off. One process may
-    save at a time (the run's lock sees to it), and `join` must be called after the last save.
-    """
+    """The checkpoints of one run: the newest `keep` (at least 2), the newest `best` best ones, and every `every`-th
+    update (0 = none). compress: zstd level, 0 = off. One process may save at a time (the run's lock ensures it); call
+    `join` after the last save."""
 
     def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
         self.folder, self.compress = Path(folder), compress
         self.keep, self.keep_best, self.keep_every = keep, best, every
         self._damaged: set[Path] = set()
-        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # Python ends only after its work is done
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # joined at interpreter exit
         self._pending: futures.Future[None] | None = None
 
     def save(
@@ -235,12 +234,12 @@ class Checkpoints:
         spare: int | None = None,
         wait: bool = False,
     ) -> Path:
-        """Save the checkpoint of update `step` as everything is now; the folder that it will be in.
+        """Save a checkpoint of update `step`; returns its future folder.
 
-        On return all is copied, and a thread writes the folder (durable on return with `wait`). best: marks it as the
-        best so far. spare: another step whose checkpoint is kept too. Those beyond `step` are removed once the new one
-        is durable. CheckpointError if it cannot be written (older ones are untouched), here or at the next `save` or
-        `join`; TypeError or ValueError for a state that cannot be stored.
+        Tensors are copied before return and written by a thread (durable on return if `wait`). best: loss that makes it
+        the best. spare: another step to keep. Checkpoints beyond `step` are removed once the new one is durable.
+        CheckpointError if writing fails, now or at the next `save` or `join` (older ones are untouched); TypeError or
+        ValueError for state that cannot be stored.
         """
         copied = json.loads(json.dumps(state))
         if best is not None and not math.isfinite(best):
@@ -249,7 +248,7 @@ class Checkpoints:
         path = self.folder / f"step_{step:08d}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob("*.tmp"):  # half-written or half-removed
+            for left in self.folder.glob("*.tmp"):  # interrupted writes or removals
                 shutil.rmtree(left)
             path.with_suffix(".tmp").mkdir()
         except OSError as error:
@@ -260,8 +259,8 @@ class Checkpoints:
         return path
 
     def require_room(self, needed: int, steps: int) -> None:
-        """CheckpointError where the disk has no room for all checkpoints of `needed` bytes that a run of `steps`
-        updates holds at once. Not of compressed ones, whose size nobody knows before."""
+        """CheckpointError if the disk cannot hold all checkpoints of `needed` bytes that a run of `steps` updates keeps
+        at once. Not checked with compression, as sizes are unknown."""
         self._wait()  # whose files are being renamed
         count = self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
@@ -275,19 +274,19 @@ class Checkpoints:
             )
 
     def join(self) -> None:
-        """Wait for the save in flight; raises CheckpointError if it failed, once."""
+        """Wait for the save in flight; raises its CheckpointError, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in order; whether they are whole is not looked at."""
+        """Steps that have a checkpoint, ascending, unverified."""
         self._wait()
         return [step_of(path) for path in self._paths()]
 
     def newest(self, before: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies (of a step up to `before`), or None where there is none at all. Damaged
-        ones after it are named in a warning. CheckpointError when all are damaged, or of an unknown schema."""
+        """The newest intact checkpoint (up to step `before`), or None if there is none. Corrupt ones are skipped with a
+        warning. CheckpointError if all are corrupt, or for an unknown schema."""
         self._wait()
         damage: list[str] = []
         for path in reversed([path for path in self._paths() if before is None or step_of(path) <= before]):
@@ -308,8 +307,8 @@ class Checkpoints:
         return None
 
     def pick(self, name: str = "newest") -> Checkpoint:
-        """`newest`, `best` (the newest where none was marked) or a folder name such as `step_00000500`; CheckpointError
-        where it is absent or damaged."""
+        """`newest`, `best` (or the newest if none is marked), or a folder name such as `step_00000500`. CheckpointError
+        if absent or corrupt."""
         if name == "best" and (best := self.best) is not None:
             return read(best.path)
         if name in ("best", "newest"):
@@ -324,21 +323,21 @@ class Checkpoints:
 
     @property
     def best(self) -> Best | None:
-        """The checkpoint marked last, also by an earlier process; None where there is none."""
+        """The latest best checkpoint, also of an earlier process; None if there is none."""
         self._wait()
         return next(reversed(self._bests()), None)
 
     def discard_after(self, step: int) -> None:
-        """Remove checkpoints beyond `step`, as a rollback to it needs; the best is renamed `best_...`."""
+        """Remove checkpoints beyond `step` for a rollback; best ones are renamed `best_...`."""
         self._wait()
         self._discard_after(step)
 
     def _wait(self) -> None:
-        """Its error is left for `save` and `join`: a reader can do without it."""
+        """Wait without raising: `save` and `join` raise."""
         if self._pending is not None:
             futures.wait([self._pending])
 
-    # From here on nothing waits: the thread calls these too, and the public methods only while it rests.
+    # Called by the thread, and by public methods only while it is idle.
 
     def _write(self, final: Path, tensors: Tensors, state: Any, best: float | None, spare: int | None) -> None:
         temporary, step = final.with_suffix(".tmp"), step_of(final)
@@ -348,18 +347,18 @@ class Checkpoints:
                 order = max((before.order for before in self._bests()), default=0)
                 mark = {"value": float(best), "order": order + 1}
             write(temporary, step, tensors, state, mark, self.compress)
-            self._retire(final)  # of the same step: of a course that was left, or damaged
+            self._retire(final)  # same step: discarded by a rollback, or corrupt
             os.replace(temporary, final)
             sync_folder(self.folder)
         except (OSError, zstandard.ZstdError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)  # gives the space back; the error below is what matters
+            shutil.rmtree(temporary, ignore_errors=True)  # free the space; the error below matters
             raise self._cannot_write(step, error) from error
         self._damaged.discard(final)
         self._discard_after(step)
         self._prune(spare)
 
     def _bests(self) -> list[Best]:
-        """In the order in which they were marked."""
+        """Best checkpoints, oldest mark first."""
         marks = []
         for path in self._paths(("step", "best")):
             try:
@@ -371,18 +370,18 @@ class Checkpoints:
         return sorted(marks, key=lambda best: best.order)[-self.keep_best :]
 
     def _discard_after(self, step: int) -> None:
-        for path in reversed(self._paths()):  # a crash in between leaves a course without holes
+        for path in reversed(self._paths()):  # newest first, so that a crash leaves no gap
             if step_of(path) > step:
                 self._retire(path)
 
     def _paths(self, kinds: tuple[str, ...] = ("step",)) -> list[Path]:
-        """Folders by step; whether they are whole is not looked at."""
+        """Folders by step, unverified."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         named = [path for path in paths if (name := FOLDER.fullmatch(path.name)) and name.group(1) in kinds]
         return sorted((path for path in named if path.is_dir()), key=step_of)
 
     def _prune(self, spare: int | None) -> None:
-        """Keep the newest `keep`, the best, and those of every so many updates. Known damaged ones do not count."""
+        """Keep the newest `keep`, the best, and every `every`-th. Known corrupt ones do not count."""
         whole = [path for path in self._paths() if path not in self._damaged]
         kept = {*whole[-self.keep :], *(best.path for best in self._bests())}
         every = self.keep_every
@@ -391,7 +390,7 @@ class Checkpoints:
             self._remove(path)
 
     def _retire(self, path: Path) -> None:
-        """Take a checkpoint out of the course of training: the best is renamed, any other removed."""
+        """Remove a discarded checkpoint; a best one is renamed instead."""
         if path not in [best.path for best in self._bests()]:
             self._remove(path)
             return
@@ -401,7 +400,7 @@ class Checkpoints:
         sync_folder(self.folder)
 
     def _remove(self, path: Path) -> None:
-        """Rename before removing, so that a crash half-way leaves no folder that looks like a checkpoint."""
+        """Rename, then remove, so that a crash half-way leaves nothing that looks like a checkpoint."""
         if not path.exists():
             return
         doomed = path.with_name(f"{path.name}.old.tmp")

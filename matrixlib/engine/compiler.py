@@ -1,4 +1,4 @@
-"""A network on its device; torch.compile: where its code lies, what its modes ask of training, what breaks graphs."""
+"""Placing a network on its device, and torch.compile: code cache, CUDA-graph rules, graph breaks."""
 
 import os
 from collections.abc import Sequence
@@ -14,17 +14,16 @@ from matrixlib.files import cache_root
 from matrixlib.hardware.runtime import Runtime
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-GRAPHS = frozenset({"reduce-overhead", "max-autotune"})  # CUDA graphs write results and gradients to the same memory
-ON_CPU = {"cpp_wrapper": True}  # kernels are called from C++; half of AVX-512's vectors were as fast as whole ones
+GRAPHS = frozenset({"reduce-overhead", "max-autotune"})  # CUDA graphs reuse output and gradient memory
+ON_CPU = {"cpp_wrapper": True}  # calls kernels from C++; 256-bit vectors were as fast as 512-bit
 
 
 def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
     """(plain module, module to train with): on the device, in its memory format, compiled where it pays. Evaluation and
-    state dicts use the plain one: no `_orig_mod.` in names, no recompiling in eval mode.
-    """
+    state dicts use the plain one: no `_orig_mod.` prefixes, no recompiling in eval mode."""
     plain = unwrap(model).to(runtime.torch_device)
     if runtime.channels_last:
-        # kernels alone: an attention bias in this format keeps every fused attention of CUDA away, silently
+        # conv kernels only: a channels-last attention bias silently disables CUDA's fused attention
         convert_conv2d_weight_memory_format(plain, torch.channels_last)
     if plain is not model or not runtime.compile:
         return plain, model
@@ -32,8 +31,8 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
 
 
 def keep_code() -> Path:
-    """The folder of compiled code, among our other files, as a restart empties torch's under /tmp. The user's
-    TORCHINDUCTOR_CACHE_DIR stands, but not torch's own, which an import of torch._dynamo sets."""
+    """Folder of compiled code in our cache, as torch's default under /tmp is lost on reboot. A user's
+    TORCHINDUCTOR_CACHE_DIR is kept, but not the one that importing torch._dynamo sets."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get(FOLDER, "") in ("", default_cache_dir()):
@@ -42,25 +41,25 @@ def keep_code() -> Path:
 
 
 def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = None) -> nn.Module:
-    """torch.compile in one of its modes; a network in training mode on the CPU also with the settings for that."""
+    """torch.compile in one of its modes; on the CPU, training also gets `ON_CPU` options."""
     from torch._inductor import list_mode_options
 
     keep_code()
     on_cpu = next(model.parameters()).device.type == "cpu"
     options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
-    forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # takes no mode beside options
+    forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # mode and options exclude each other
     return forward
 
 
 def begin_pass(mode: str) -> None:
-    """To be called before each forward pass: what the last one has made may now be written over."""
+    """Call before each forward pass: CUDA graphs may now overwrite the previous outputs."""
     if mode in GRAPHS:
         torch.compiler.cudagraph_mark_step_begin()
 
 
 def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
-    """To be called after a backward pass whose gradients the next one adds to: a recorded graph writes over what it has
-    lent as `.grad` (https://github.com/pytorch/pytorch/issues/169545)."""
+    """Call after a backward pass whose gradients are accumulated: CUDA graphs would overwrite `.grad`
+    (https://github.com/pytorch/pytorch/issues/169545)."""
     if mode in GRAPHS:
         for parameter in parameters:
             if parameter.grad is not None:
@@ -68,7 +67,7 @@ def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
 
 
 def graph_breaks() -> str:
-    """Why graphs of this process were broken so far; "" where none was. TORCH_LOGS=graph_breaks shows the places."""
+    """Reasons for graph breaks in this process; "" if none. TORCH_LOGS=graph_breaks shows where."""
     from torch._dynamo.utils import counters
 
     return "; ".join(" ".join(reason.split())[:100] for reason in counters["graph_break"])

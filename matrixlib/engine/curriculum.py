@@ -1,6 +1,6 @@
-"""Curriculum: which part of the task's data an update is drawn from, over any number of dimensions, each with stages.
+"""Curriculum: which part of the data an update draws from, in any number of dimensions, each with stages.
 
-A *phase* is one combination of stages; the next begins where any dimension goes on to its next stage.
+A *phase* is one combination of stages; the next phase begins when any dimension enters its next stage.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term
 
 
 class CurriculumConfig(Section):
-    """The engine's part of a curriculum; a task adds its dimensions, each a `StagesConfig`."""
+    """The engine's part of a curriculum; a task adds a `StagesConfig` for each dimension."""
 
     kind: Literal["fractions", "adaptive"] = option(
         "fractions", "stages end at shares of the updates, or when `metric` is good enough"
     )
-    metric: str = option("", "what `adaptive` looks at: " + VALIDATED)
-    up: Real = option(0.4, "`adaptive`: go on when a metric is at least this, a loss at most, ...")
-    patience: Count = option(2, "... in so many validations in a row")
-    down: Real = option(0.2, "`adaptive`: go back when a metric is below this, or a loss above it, as often in a row")
+    metric: str = option("", "metric of `adaptive`: " + VALIDATED)
+    up: Real = option(0.4, "`adaptive`: next phase when the metric is at least this (a loss: at most), ...")
+    patience: Count = option(2, "... in this many validations in a row")
+    down: Real = option(
+        0.2, "`adaptive`: previous phase when the metric is below this (a loss: above), as often in a row"
+    )
     dwell: Count = option(2, "`adaptive`: validations in a phase before it may change")
-    longest: CountOrZero = option(0, "`adaptive`: validations after which a phase ends in any case; 0 = never")
+    longest: CountOrZero = option(0, "`adaptive`: most validations in a phase; 0 = no limit")
 
     @model_validator(mode="after")
     def _hysteresis(self) -> CurriculumConfig:
@@ -43,16 +45,16 @@ class CurriculumConfig(Section):
 
     @property
     def falling(self) -> bool:
-        """Whether less of the metric is better: it is a loss."""
+        """Whether lower is better: the metric is a loss."""
         return bool(self.metric) and "/" not in self.metric
 
 
 class StagesConfig(Section):
-    """One dimension of a curriculum; the task's subclass says what its `stages` are."""
+    """One dimension of a curriculum; the task's subclass defines `stages`."""
 
     enabled: bool = option(True, "false = the last stage from the start")
     stages: tuple[Any, ...]
-    fractions: tuple[Share, ...] = option((1.0,), "share of the updates that each stage lasts; sum is 1")
+    fractions: tuple[Share, ...] = option((1.0,), "share of the updates of each stage; they add up to 1")
 
     @model_validator(mode="after")
     def _complete(self) -> StagesConfig:
@@ -63,7 +65,7 @@ class StagesConfig(Section):
         return self
 
     def starts(self) -> list[tuple[Fraction, Any]]:
-        """(share of the updates after which it begins, stage) of each; shares are decimal: .5 + .3 is exactly .8."""
+        """(share of the updates at which it begins, stage) for each; shares are exact decimals: .5 + .3 is .8."""
         if not self.enabled:
             return [(Fraction(0), self.stages[-1])]
         shares = (Fraction(str(share)) for share in self.fractions[:-1])
@@ -80,15 +82,15 @@ class SourceStages(StagesConfig):
 
 
 class SourceCurriculumConfig(CurriculumConfig):
-    """Of the tasks whose data come from several sources."""
+    """For tasks with several data sources."""
 
-    metric: str = option("policy/top1", "what `adaptive` looks at: " + VALIDATED)
+    metric: str = option("policy/top1", "metric of `adaptive`: " + VALIDATED)
     sources: SourceStages = SourceStages()
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One combination of stages. start: share of the updates after which it begins."""
+    """One combination of stages. start: share of the updates at which it begins."""
 
     number: int
     start: Fraction
@@ -99,7 +101,7 @@ class Phase:
 
 
 def phases(dimensions: Mapping[str, StagesConfig]) -> tuple[Phase, ...]:
-    """All phases in order; they depend on the stages alone, not on the number of updates."""
+    """All phases in order; a function of the stages, not of the number of updates."""
     starts = {name: dimension.starts() for name, dimension in dimensions.items()}
     edges = {Fraction(0)}.union(edge for stages in starts.values() for edge, _ in stages if edge < 1)
     found = []
@@ -113,17 +115,17 @@ STATE = ("phase", "history", "_next", "_validations", "_good", "_bad", "_falls")
 
 
 class Curriculum:
-    """A state machine over updates and validations. phase: in force; history: (update, phase) of every change."""
+    """State machine over updates and validations. phase: the current one; history: (update, phase) of every change."""
 
     def __init__(self, config: CurriculumConfig, dimensions: Mapping[str, StagesConfig]) -> None:
         self.config, self.phases, self.phase = config, phases(dimensions), 0
         self.history: list[tuple[int, int]] = [(0, 0)]
-        self._next = 0  # the phase that `record` decided on; `advance` brings it into force
+        self._next = 0  # phase decided by `record`, entered by `advance`
         self._validations = self._good = self._bad = 0  # validations in this phase; in a row at `up`, below `down`
         self._falls = [0] * len(self.phases)  # how often each phase proved too hard
 
     def advance(self, update: int, steps: int) -> bool:
-        """Called before update `update` (from 0) of `steps`; True where a new phase begins with it."""
+        """Call before update `update` (from 0) of `steps`; True if a new phase begins with it."""
         if self.config.kind == "fractions":
             self._next = sum(update >= phase.start * steps for phase in self.phases[1:])
         if self._next == self.phase:
@@ -134,10 +136,10 @@ class Curriculum:
         return True
 
     def record(self, values: Mapping[str, float]) -> None:
-        """Take in the losses and metrics of a validation on data of the phase in force; only `adaptive` looks at them.
+        """Record losses and metrics of a validation on the current phase; only `adaptive` uses them.
 
-        A phase that proved too hard is entered again only after twice as many good validations, so that two phases
-        never alternate. Raises ValueError for an unknown name.
+        A phase that was left as too hard needs twice as many good validations to be re-entered, so that phases never
+        alternate. ValueError for an unknown metric.
         """
         if self.config.kind != "adaptive":
             return
@@ -166,12 +168,12 @@ class Curriculum:
         return [(start, stop, self.phases[number]) for (start, number), stop in zip(self.history, stops, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """State without the configuration, for the checkpoint."""
+        """State without the configuration, for a checkpoint."""
         state = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
         return {"phases": list(map(str, self.phases)), **state}
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`. Raises ValueError when the state is of other phases."""
+        """Inverse of `state_dict`. ValueError if the phases differ."""
         if data["phases"] != [str(phase) for phase in self.phases]:
             raise ValueError(f"the curriculum had the phases {'; '.join(data['phases'])}")
         for name in STATE:
@@ -180,7 +182,7 @@ class Curriculum:
 
 
 def _text(value: Any) -> str:
-    """A stage in words: "3-8", "standard+negative", "puzzles 30 %, games 70 %"."""
+    """A stage as text: "3-8", "standard+negative", "puzzles 30 %, games 70 %"."""
     if isinstance(value, Mapping):
         total = sum(value.values())
         return ", ".join(f"{name} {share / total:.0%}" for name, share in value.items()) or "all"

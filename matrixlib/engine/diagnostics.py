@@ -1,6 +1,4 @@
-"""What goes on inside a training beside its losses: gradients, outputs, blocks, dead units, targets, memory by part,
-and where a value first went bad.
-"""
+"""Training diagnostics: gradients, outputs, blocks, dead units, targets, and where a value first became non-finite."""
 
 from __future__ import annotations
 
@@ -31,33 +29,33 @@ from matrixlib.engine.validation import HeldOut, evaluating
 from matrixlib.files import plain, utc_now, write_json
 from matrixlib.hardware.runtime import Runtime
 
-INITIAL_TOLERANCE = 0.15  # relative difference between the first losses and chance level that is worth a warning
-DEAD_DEVIATION = 1e-4  # standard deviation below which a unit behind a smooth activation is dead
-DEAD_ROWS = 4096  # that a unit must have been silent for: over fewer, units that are merely rare would count as dead
-RECTIFIERS = frozenset({"relu", "relu6"})  # activations whose units are dead when they are never above 0
-SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})  # dead when they do not vary
-EVIDENCE_UPDATES = 16  # updates at most whose records are kept as evidence, and rows of metrics from before the trouble
-TARGET_BINS = 16  # of a histogram of targets that are not classes
-COLLAPSE = 1e-4  # deviation between the rows of an output, in logits, below which it says the same for every input
+INITIAL_TOLERANCE = 0.15  # relative difference of first losses from chance level that warns
+DEAD_DEVIATION = 1e-4  # of a smooth activation's unit, below which it is dead
+DEAD_ROWS = 4096  # rows needed to call a unit dead; with fewer, rare units would count
+RECTIFIERS = frozenset({"relu", "relu6"})  # dead if never above 0
+SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})  # dead if constant
+EVIDENCE_UPDATES = 16  # most updates whose records are kept, and metrics rows before them
+TARGET_BINS = 16  # histogram bins of continuous targets
+COLLAPSE = 1e-4  # RMS deviation over rows, in logits, below which an output is constant
 
 
 def first_update(
     task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
 ) -> tuple[GradientReport, dict[str, dict[str, float]], list[Message]]:
-    """(gradients of a `Step`'s first update; its losses beside chance level, see `Stats.initial`; messages about what
-    looks wrong: of a fresh network also losses far from chance)."""
+    """(gradient report of a `Step`'s first update; first losses against chance level, see `Stats.initial`; messages
+    about what looks wrong). Losses far from chance are reported for fresh networks only."""
     initial, texts = compare_with_chance(task, step.taught(batch), stats)
     model = unwrap(step.model)
     gradients = report = gradient_report(model)
     if report.missing and stats.losses.keys() != task.weights.keys():
         with unsharded(model):
             report = report._replace(missing=_cut_off(report.missing, task, model, batch, step.runtime))
-    texts = [f"first update: {report}"] * any(report) + texts * fresh  # weights of another run have learned something
+    texts = [f"first update: {report}"] * any(report) + texts * fresh  # pretrained weights are not at chance
     return gradients, initial, [Message(Event.FIRST_UPDATE, text, str(number)) for number, text in enumerate(texts)]
 
 
 def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> tuple[str, ...]:
-    """Those of the parameters without a gradient that no output depends on: heads of idle terms rightly get none."""
+    """Parameters without a gradient that no output depends on: heads of terms of weight 0 rightly get none."""
     parameters = dict(weights(model))
     with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast():
         outputs = task.outputs(model, to_device(slice_batch(batch, 0, 1), runtime.torch_device))
@@ -69,8 +67,8 @@ def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch,
 def inspect(
     step: Any, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
 ) -> tuple[dict[str, Any], list[Message]]:
-    """Figures (`Stats.statistics`) after an update of a `Step` from the host's `batch`, and the warnings that follow.
-    before: the weights before it (`snapshot`). norms: the latest gradient norms."""
+    """Statistics (`Stats.statistics`) after a `Step`'s update on the host's `batch`, and warnings. before: the previous
+    weights (`snapshot`). norms: recent gradient norms."""
     model, runtime = unwrap(step.model), step.runtime
     part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
     blocks = block_statistics(model, before)
@@ -94,7 +92,7 @@ def inspect(
 
 
 def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:
-    """Warnings about outputs of terms with a weight that, over so many rows, do not depend on their input."""
+    """Warnings about outputs of weighted terms that do not depend on the input over `rows` rows."""
     alike = [name for name, row in outputs.items() if row["across"] < COLLAPSE and weights.get(name, 1.0)]
     text = (
         f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
@@ -104,7 +102,7 @@ def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mappi
 
 
 class GradientReport(NamedTuple):
-    """Parameters without a gradient, and with one that is not finite or zero, as some rightly are."""
+    """Names of parameters without a gradient, and with a non-finite or zero one."""
 
     missing: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()
@@ -116,7 +114,7 @@ class GradientReport(NamedTuple):
 
 
 def gradient_report(model: nn.Module) -> GradientReport:
-    """Look at `.grad` of every trainable parameter; one host read."""
+    """Inspect `.grad` of every trainable parameter; one host read."""
     gradients = {name: p.grad for name, p in weights(model)}
     present = {name: grad for name, grad in gradients.items() if grad is not None}
     tests = [torch.stack((grad.isfinite().all(), (grad != 0).any())) for grad in present.values()]
@@ -129,8 +127,8 @@ def gradient_report(model: nn.Module) -> GradientReport:
 
 
 def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Losses of the first update beside chance level and floor, by term; and warnings for those far off."""
-    bounds, counts = task.bounds(batch), task.counts(batch)  # of several ranks, stats counts the items of all
+    """First losses with chance level and floor, by term; and warnings for those far off."""
+    bounds, counts = task.bounds(batch), task.counts(batch)  # stats counts items of all ranks
     table: dict[str, dict[str, float]] = {}
     messages: list[str] = []
     for term, loss in stats.losses.items():
@@ -149,8 +147,8 @@ def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[st
 def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> dict[str, dict[str, float]]:
     """mean, std (population), max (magnitude), share of infinities and `across` by output; one host read.
 
-    across: root mean square of what sets a row apart from the mean of the rows. batch: host tensors of one micro-batch.
-    NaN marks entries that the task has masked out: they count nowhere, and an output with no other is left out.
+    across: RMS deviation of rows from their mean. batch: host tensors of one micro-batch. NaN marks masked entries,
+    which are ignored; an output without others is left out.
     """
     with evaluating(model):
         with runtime.autocast():
@@ -176,7 +174,8 @@ def _statistics(value: Tensor) -> Tensor:
 
 @contextmanager
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Every module calls enter(name, module, args, kwargs) and leave(name, module, args, output), also on an error."""
+    """Call enter(name, module, args, kwargs) and leave(name, module, args, output) around every module, also on
+    errors."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
@@ -185,8 +184,8 @@ def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., N
 
 
 def block_of(model: nn.Module, parameter: str) -> str:
-    """The block of a parameter: a module below the root, or below a ModuleList, ModuleDict or Sequential there, such as
-    "stem", "tower.3", "ssl_heads.piece"; a parameter of the root itself is its own block."""
+    """Block of a parameter: a child of the root, or of a ModuleList, ModuleDict or Sequential there, such as "stem",
+    "tower.3", "ssl_heads.piece"; a root parameter is its own block."""
     *path, _ = parameter.split(".")
     for name in itertools.accumulate(path, "{}.{}".format):
         if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -195,15 +194,14 @@ def block_of(model: nn.Module, parameter: str) -> str:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the trainable parameters by name, to measure an update by."""
+    """Copies of the trainable parameters by name, to measure an update."""
     return {name: p.detach().clone() for name, p in weights(model)}
 
 
 def block_statistics(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Euclidean norms by block over its trainable parameters since a `snapshot` before an update; one host read.
+    """L2 norms by block since a `snapshot` before the update; one host read.
 
-    "weight"; "gradient", left out where a block has none; "update"; "ratio" of the update to the weights before, left
-    out where they were all zero.
+    "weight"; "gradient" (if any); "update"; "ratio" of the update to the previous weights (unless all zero).
     """
     blocks: dict[str, list[int]] = defaultdict(list)
     norms: list[Tensor] = []
@@ -226,7 +224,7 @@ def block_statistics(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str
 
 
 def block_warnings(table: Mapping[str, Mapping[str, float]], limit: float) -> list[str]:
-    """Warnings about a `block_statistics`: blocks that stood still, or moved by more than `limit`."""
+    """Warnings about blocks that did not move, or moved by more than `limit`."""
     still = [name for name, row in table.items() if row["update"] == 0 and row.get("gradient", 0.0) > 0]
     far = [f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > limit]
     stood = (
@@ -248,12 +246,11 @@ def dead_units(
     minimum: int = DEAD_ROWS,
     passes: OomBackoff | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
-    """(rows looked at, which units are dead (units,) by activation) over the first `minimum` rows or more.
+    """(number of rows, dead units (bool per unit) by activation) over at least the first `minimum` rows.
 
-    Activations are functions that `task.outputs` runs: "<module>.<function>", from the second call on "....2" and so
-    on. A unit is dimension 1 of (B, C, H, W) and the last one of (B, C) or (B, tokens, C). It is dead if it is never
-    above 0 (ReLU), or its standard deviation is below 1e-4 (SiLU, GELU, Mish). batches: host tensors. passes: as in
-    `validate`.
+    Activations are functions that `task.outputs` runs: "<module>.<function>", the second call "....2" and so on. Units
+    are dimension 1 of (B, C, H, W), the last of (B, C) or (B, tokens, C). Dead: never above 0 (ReLU), or standard
+    deviation below 1e-4 (SiLU, GELU, Mish). batches: host tensors. passes: as in `validate`.
     """
     model, passes = unwrap(model), passes or OomBackoff()
     seen, moments = 0, defaultdict[str, list[Tensor]](list)
@@ -276,7 +273,7 @@ def dead_units(
 
 
 def dead_warnings(rows: int, dead: Mapping[str, Tensor], limit: float) -> list[str]:
-    """One line about the activations of `dead_units` with a larger share of dead units; none after too few rows."""
+    """One warning about activations with more than `limit` dead units; none if too few rows."""
     worst = sorted(dead.items(), key=lambda item: -float(item[1].double().mean()))
     names = [f"{name} ({int(u.sum())} of {len(u)})" for name, u in worst if float(u.double().mean()) > limit]
     if not names or rows < DEAD_ROWS:
@@ -285,7 +282,7 @@ def dead_warnings(rows: int, dead: Mapping[str, Tensor], limit: float) -> list[s
 
 
 def _dead(name: str, moments: Tensor) -> Tensor:
-    """(units,) bool, of an activation's moments (passes, 4, units) as `_Activations` has them."""
+    """(units,) bool from an activation's moments (passes, 4, units) of `_Activations`."""
     function = next(part for part in reversed(name.split(".")) if part in RECTIFIERS | SMOOTH)
     counts, means, variances, largest = moments.unbind(1)
     if function in RECTIFIERS:
@@ -296,7 +293,7 @@ def _dead(name: str, moments: Tensor) -> Tensor:
 
 
 class _Activations(TorchDispatchMode):
-    """(4, units) count, mean, variance and largest value of activations' results, by module and function."""
+    """(4, units) count, mean, variance and maximum of activations' outputs, by module and function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,13 +328,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _FiniteChecks:
-    """What ran, in order: (module, operation, finite before, finite after), the flags on the device until `first`.
-    Full backward hooks of modules see no dict of outputs, no parameter's gradient, and forbid operations in place."""
+    """Log of (module, operation, finite before, finite after) in execution order; flags stay on the device until
+    `first`. torch's full backward hooks miss dict outputs and parameter gradients, and forbid in-place operations."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._events: list[tuple[str, str, Tensor, Tensor]] = []
-        self._inside: list[tuple[Tensor, set[Node]]] = []  # of the modules that are running, outermost first
+        self._inside: list[tuple[Tensor, set[Node]]] = []  # of running modules, outermost first
 
     def first(self) -> str | None:
         flags = torch.stack([flag for event in self._events for flag in event[2:]]).tolist()
@@ -359,7 +356,7 @@ class _FiniteChecks:
         return "".join(f"; its {key} is not finite" for key, p in own if not bool(local_part(p).isfinite().all()))
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Inputs are looked at before the module runs, as it may change them in place."""
+        """Check inputs before the module runs, which may change them in place."""
         inputs = _floating((args, kwargs))
         finite = self._finite(inputs)
         if not self._inside:
@@ -367,19 +364,19 @@ class _FiniteChecks:
         self._inside.append((finite, {t.grad_fn for t in inputs if t.grad_fn is not None}))
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Also called after an exception, with no output: checkpointing ends a second pass by one."""
+        """Also called after an exception, with no output: activation checkpointing ends its second pass by one."""
         before, sources = self._inside.pop()
         if outputs := _floating(output):
             self._events.append((name, "output", before, self._finite(outputs)))
             self._watch(name, outputs, sources)
 
     def _watch(self, name: str, outputs: list[Tensor], sources: set[Node]) -> None:
-        """Hook the backward operations from `outputs` back to `sources` that no inner module has hooked: the mark is
-        in the node, as nodes that were held here would hold their saved tensors."""
+        """Hook the backward nodes from `outputs` to `sources` that no inner module hooked. The mark is stored in the
+        node: references to nodes would keep their saved tensors alive."""
         todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
         while todo:
             node = todo.pop()
-            if node in sources or not node.next_functions:  # the latter: a parameter's gradient
+            if node in sources or not node.next_functions:  # the latter: AccumulateGrad
                 continue
             sources.add(node)
             marks: Any = node.metadata  # torch's type stub has a method here
@@ -394,19 +391,19 @@ class _FiniteChecks:
 
     @torch.no_grad()
     def _finite(self, tensors: list[Tensor]) -> Tensor:
-        """0-d bool. 0 times infinity or NaN is NaN; on the CPU that is ten times as fast as `isfinite`."""
+        """0-d bool. 0 * inf and 0 * NaN are NaN; ten times as fast as `isfinite` on the CPU."""
         if not tensors:
             return torch.ones((), dtype=torch.bool, device=next(self._model.parameters()).device)
         return torch.stack([(tensor * 0).sum() == 0 for tensor in tensors]).all()
 
 
 def first_nonfinite(replay: Callable[[], object], model: nn.Module) -> str | None:
-    """What first makes a non-finite value of finite ones in `replay`, which runs forward and backward passes of the
-    plain `model`; None if nothing did up to the loss and back from it.
+    """The first operation in `replay` (forward and backward passes of the plain `model`) that makes a non-finite value
+    of finite ones; None if there is none.
 
-    "value_head.fc2 (forward output)", with "its weight is not finite" where that is so; "value_head (gradient,
-    SqrtBackward0)": a backward operation of the innermost module; "the input ..."; "the loss ...": it gave the network
-    a non-finite gradient. Gradients and buffers that the replay leaves behind are the caller's to reset.
+    "value_head.fc2 (forward output)", with "its weight is not finite" if so; "value_head (gradient, SqrtBackward0)": a
+    backward operation in the innermost module; "the input ..."; "the loss ...": it passed a non-finite gradient to the
+    network. The caller resets gradients and buffers.
     """
     checks = _FiniteChecks(model)
     with _hooked(model, checks.enter, checks.leave):
@@ -422,8 +419,8 @@ def _floating(values: Any) -> list[Tensor]:
 def keep_evidence(
     run: Path, action: Action, step: int, health: Health, rows: Iterable[Mapping[str, Any]], source: Any, data: Data
 ) -> Path:
-    """Write down in the run's folder what led to `action` at the update that made `step`, with the latest `rows` of
-    metrics and the records of the batches of `source` (`Data.batches`); the folder of it."""
+    """Write an evidence folder about `action` at the update that made `step`: recent metrics `rows` and the stored
+    records of the batches of `source` (`Data.batches`). Returns the folder."""
     folder = run / "evidence" / f"{action}_{health.rollbacks + 1}_update_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     batches = [source.unskipped_index(i) for i in range(max(health.onset, step - EVIDENCE_UPDATES), step)]
@@ -435,8 +432,8 @@ def keep_evidence(
 
 
 def target_figures(target: Tensor) -> dict[str, Any]:
-    """dtype, shape, least and greatest value, values that are not finite, and a histogram: value -> how often, or the
-    lower bounds of 16 equal bins -> how often where there are more different values than that."""
+    """dtype, shape, minimum, maximum, number of non-finite values, and a histogram: value -> count, or lower edge of 16
+    equal bins -> count if there are more than 16 values."""
     values = target.detach().cpu().double().numpy().ravel()
     finite = values[np.isfinite(values)]
     bounds, counts = np.unique(finite, return_counts=True)
@@ -452,7 +449,7 @@ def target_figures(target: Tensor) -> dict[str, Any]:
 
 
 def log_targets(path: Path, targets: Callable[[Batch], Mapping[str, Tensor]], stats: Stats, batch: Batch) -> None:
-    """A hook: a row of `target_figures` by term in targets.jsonl. targets: of a batch on the host, by term."""
+    """A hook that appends `target_figures` by term to targets.jsonl. targets: from a host batch, by term."""
     figures = {name: target_figures(target) for name, target in targets(batch).items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain({"time": utc_now(), "step": stats.step, "targets": figures})) + "\n")

@@ -1,8 +1,8 @@
-"""Several processes that train one network together, started by torchrun, each with rows of its own.
+"""Data-parallel training by several processes under torchrun, each with its own rows.
 
-They decide on numbers that are the same everywhere: sums over ranks, or what rank 0 says. With `runtime.shard` torch's
-FSDP2 keeps a part of every weight, gradient and optimiser state on each rank, and a weight is a DTensor: of this the
-rest of the engine knows `full`, `local_part`, `sharded_like` and `unsharded`.
+Decisions use numbers that are equal everywhere: sums over ranks, or rank 0's. With `runtime.shard` (FSDP2) each rank
+holds a part of every weight, gradient and optimizer state as DTensors; the rest of the engine only uses `full`,
+`local_part`, `sharded_like` and `unsharded`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from matrixlib.engine.memory import out_of_memory
 from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
 
-GRACE_SECONDS = 6.0  # in which it is found out which rank does not answer
-OPENING = datetime.timedelta(hours=4)  # for rank 0 to open a run; the launcher ends the others if it fails
-PROBLEMS = ("compiler", "memory")  # why an update is to be repeated, the worst first
-SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")  # they move each number by itself
+GRACE_SECONDS = 6.0  # to find out which rank does not answer
+OPENING = datetime.timedelta(hours=4)  # while rank 0 opens a run; if it fails, the launcher ends the others
+PROBLEMS = ("compiler", "memory")  # reasons to repeat an update, worst first
+SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")  # element-wise
 
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
@@ -44,8 +44,8 @@ class LostRank(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` that train together; with one, every method gives its argument back. store: outlives
-    any of them. timeout: seconds after which a rank that does not answer counts as hung."""
+    """This process among `size` ranks; with one, every method returns its argument. store: survives single ranks.
+    timeout: seconds after which a silent rank counts as hung."""
 
     rank: int = 0
     size: int = 1
@@ -54,16 +54,16 @@ class Ranks:
     timeout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.store is not None:  # tell the others which process this is
+        if self.store is not None:  # for `_missing` of others
             self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which writes."""
+        """Whether this is rank 0, which writes files."""
         return self.rank == 0
 
     def total(self, values: Mapping[str, Number]) -> dict[str, Number]:
-        """Sums over ranks by name, in float64; every rank has the same names. Integers below 2**53 stay exact."""
+        """Sums over ranks by name in float64; names are equal on every rank. Integers below 2**53 are exact."""
         if self.size == 1:
             return dict(values)
         names = sorted(values)
@@ -74,7 +74,7 @@ class Ranks:
         return {name: type(value)(sums[name]) for name, value in values.items()}
 
     def same(self, value: Value) -> Value:
-        """What rank 0 has, on all."""
+        """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -83,7 +83,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Value) -> list[Value]:
-        """What each rank has, in their order; so all wait until the last has come here."""
+        """Every rank's value, by rank; also a barrier."""
         values = [value] * self.size
         if self.size > 1:
             with self.collective():
@@ -92,14 +92,14 @@ class Ranks:
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values into the tensors of all."""
+        """Copy rank 0's values into every rank's tensors."""
         if self.size > 1:
             with self.collective():
                 for tensor in tensors:
                     dist.broadcast(tensor, group_src=0, group=self.group)
 
     def after_first(self, name: str) -> None:
-        """Wait until rank 0 has called this, which does not wait, with the same name."""
+        """Wait until rank 0 (which does not wait) calls this with the same name."""
         if self.store is not None and self.first:
             self.store.set(f"opened/{name}", "1")
         elif self.store is not None:
@@ -107,7 +107,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self, certain: bool = True) -> Iterator[None]:
-        """Within it, a RuntimeError is a LostRank; not `certain`: only where a rank is missing."""
+        """Context in which a RuntimeError becomes a LostRank; not `certain`: only if a rank is missing."""
         began = time.monotonic()
         try:
             yield
@@ -123,8 +123,8 @@ class Ranks:
             ) from error
 
     def _missing(self, timed_out: bool) -> str:
-        """The rank that was gone first, by whoever misses it first: its process has ended or, `timed_out`, it has not
-        come here although all others have."""
+        """The first lost rank, as found by any rank: its process ended or, if `timed_out`, it is absent while all
+        others arrived."""
         if self.store is None:
             return ""
         self.store.set(f"waiting/{self.rank}", "1")
@@ -141,7 +141,7 @@ class Ranks:
 
 
 def _alive(process: str) -> bool:
-    """Whether a process, "<pid> <host>", is there; True of one on another host."""
+    """Whether process "<pid> <host>" exists; True if on another host."""
     pid, host = process.split(" ", 1)
     try:
         return host != platform.node() or psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
@@ -150,8 +150,8 @@ def _alive(process: str) -> bool:
 
 
 def join(timeout: float) -> Ranks:
-    """This process's rank, where torchrun has started it as one of several; else the only one. A rank has the GPU of
-    its number on this host, where there is one."""
+    """This process's rank under torchrun, else a single rank. A rank uses the host's GPU of its local number, if
+    any."""
     if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
     if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -172,7 +172,7 @@ def join(timeout: float) -> Ranks:
 
 
 def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) -> Checkpoint | None:
-    """As `Checkpoints.newest`, the same one on all ranks; CheckpointError where they found others."""
+    """`Checkpoints.newest`, equal on all ranks; CheckpointError if they differ."""
     checkpoint = checkpoints.newest(before)
     if len(set(steps := ranks.gather(checkpoint.step if checkpoint is not None else -1))) > 1:
         raise CheckpointError(f"ranks have read checkpoints of other updates than one another: {steps}")
@@ -180,12 +180,12 @@ def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) ->
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Modules whose statistics come from the rows of a rank alone: no pass can wait for one of another rank."""
+    """Modules whose statistics depend on the local rows; synchronised ones would need equal passes on every rank."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def check_shardable(config: Config, runtime: Runtime, size: int) -> None:
-    """ValueError naming all options that do not go with `runtime.shard` on `size` ranks, before anything is trained."""
+    """ValueError naming all options incompatible with `runtime.shard` on `size` ranks, before training starts."""
     wrong = {
         f"optim.optimiser {config.optim.optimiser}: take one of {', '.join(SHARDED_OPTIMISERS)}": (
             config.optim.optimiser not in SHARDED_OPTIMISERS
@@ -214,22 +214,22 @@ def _count_passes(rows: int, size: int, micro_batch: int) -> int:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether its parts lie on ranks."""
+    """Whether it is a DTensor."""
     return hasattr(tensor, "full_tensor")
 
 
 def full(tensor: Any) -> Tensor:
-    """The full tensor, on every rank; all ranks ask for it."""
+    """The full tensor on every rank; collective."""
     return cast(Tensor, tensor.full_tensor() if is_sharded(tensor) else tensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """What of a tensor lies on this rank."""
+    """This rank's part of a tensor."""
     return cast(Tensor, tensor.to_local() if is_sharded(tensor) else tensor)
 
 
 def sharded_like(tensor: Tensor, target: Any) -> Tensor:
-    """A full tensor, which each rank has, sharded as `target` is."""
+    """A full tensor (equal on every rank) sharded like `target`."""
     if not is_sharded(target) or is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -239,13 +239,13 @@ def sharded_like(tensor: Tensor, target: Any) -> Tensor:
 
 
 def gather_full(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """Groups of full tensors on the host of rank 0; all ranks ask for them, and the others get empty groups."""
+    """Groups of full tensors on rank 0's host, empty groups on others; collective."""
     out: dict[str, dict[str, Tensor]] = {}
     with ranks.collective():
         for group, members in tensors.items():
             out[group] = {}
-            for name in sorted(members):  # the order may be another on each rank: a checkpoint is read in any
-                value = full(members[name])  # one at a time: together they may not fit on the device
+            for name in sorted(members):  # ranks may differ in order; collectives must not
+                value = full(members[name])  # one at a time, to bound device memory
                 if ranks.first:
                     out[group][name] = value.cpu()
     return out
@@ -253,7 +253,7 @@ def gather_full(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> di
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All weights are gathered inside the context, which all ranks enter; what is done to them there is lost."""
+    """Context with all weights gathered, collective; changes to them are lost."""
     if not hasattr(model, "unshard"):
         yield
         return
@@ -279,16 +279,16 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 class Reducer:
-    """Sums the gradients of a network over ranks.
+    """Sums gradients over ranks.
 
-    Of a whole network in one all-reduce after the last pass, once all have agreed on what to do: one rank may run out
-    of memory or leave a parameter out, for which DistributedDataParallel would wait. With `runtime.shard` what the
-    network's `parts()` names is gathered when a pass comes to it; under bf16 in bf16, unless it has a batch norm, with
-    gradients summed in fp32.
+    Without sharding: one all-reduce after the last pass, once all ranks agree on the outcome (one may run out of memory
+    or skip a parameter, where DistributedDataParallel would hang). With `runtime.shard`: the modules of the network's
+    `parts()` are gathered when used, in bf16 under bf16 unless they have a BatchNorm, and gradients are reduced in
+    fp32.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, config: Config, runtime: Runtime) -> None:
-        """All get rank 0's weights. ValueError where the network or its options do not go with `runtime.shard`."""
+        """Broadcasts rank 0's weights. ValueError if the network or its options do not support `runtime.shard`."""
         self._ranks, self._given = ranks, set[str]()
         self._sharded = config.runtime.shard and ranks.size > 1
         if self._sharded:
@@ -320,7 +320,7 @@ class Reducer:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._given.add(name))
 
     def passes(self, rows: int, total: int, micro_batch: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of each pass over this rank's rows; total: those of all ranks."""
+        """(start, stop) of each pass over this rank's rows. total: rows of all ranks."""
         self._given = set()
         if self._sharded:
             count = _count_passes(total, self._ranks.size, micro_batch)
@@ -329,9 +329,8 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, problem: str) -> str:
-        """After the last pass: the worst problem of any rank. Where there is none, "", and gradients are sums over
-        ranks, None where no rank has one. ValueError where memory has run out with `runtime.shard`: the others wait in
-        the middle of a pass."""
+        """After the last pass: the worst problem of any rank. If "", gradients are sums over ranks, None where no rank
+        has one. ValueError if memory ran out with `runtime.shard`, as other ranks wait inside a pass."""
         if self._ranks.size == 1:
             return problem
         if self._sharded and problem:
@@ -352,7 +351,7 @@ class Reducer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        if self._sharded:  # which its passes have summed
+        if self._sharded:  # already reduced by its passes
             return ""
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         with self._ranks.collective():

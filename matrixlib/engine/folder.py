@@ -1,4 +1,4 @@
-"""Runs as their folders record them: which are whole, and what is wrong with the others."""
+"""Run folders: which are intact, and what is wrong with the others."""
 
 import functools
 import warnings
@@ -13,8 +13,8 @@ from matrixlib.config import ConfigError, read_yaml_file
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A whole run. record: run.json, how it began; summary: summary.json, {} before its end. started: UTC time, which
-    sorts as text. complete: whether it reached its end, for the updates that it then had."""
+    """An intact run. record: run.json; summary: summary.json, {} before the end. started: UTC, sortable as text.
+    complete: reached the number of updates that it was asked for at its end."""
 
     path: Path
     name: str
@@ -26,7 +26,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """The run of a folder. ValueError naming the file that is missing or damaged, and the way on."""
+    """The run in a folder. ValueError names the missing or corrupt file and what to do."""
     record, summary = (files.read_json(folder / name) for name in ("run.json", "summary.json"))
     if not isinstance(requested := record.get("requested"), dict):
         problem = "does not say what was asked for" if (folder / "run.json").exists() else "is missing"
@@ -36,7 +36,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
-    """(nested data, name for messages) of the config.yaml in a run's folder; ConfigError with the way on."""
+    """(nested data, name for messages) of a run's config.yaml; ConfigError says what to do."""
     name = f"{folder.name}/config.yaml"
     try:
         return read_yaml_file(folder / "config.yaml", name), name
@@ -45,7 +45,7 @@ def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def whole_runs(root: Path | None = None) -> list[RunFolder]:
-    """Those below the reports root, the one that began last first; one warning in a process names each other folder."""
+    """Intact runs below the reports root, newest first; each other folder is named in one warning a process."""
     runs = []
     for path in sorted((root or files.reports_root()).glob("*/run.json")):
         try:
@@ -56,7 +56,7 @@ def whole_runs(root: Path | None = None) -> list[RunFolder]:
 
 
 def newest_complete(task: str, fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True) -> Path | None:
-    """Folder of the training of this task that ended last; None where there is none. fits: by what was requested."""
+    """Folder of the task's run that finished last; None if there is none. fits: filter on the requested overrides."""
     trained = [run for run in whole_runs() if run.complete and run.record.get("kind") == "train" and run.task == task]
     ended = [run for run in trained if fits(run.record["requested"])]
     return max(ended, key=lambda run: str(run.summary.get("ended", run.started))).path if ended else None

@@ -1,8 +1,8 @@
-"""The action on an update, from numbers alone: may the weights move, must the run go back? No tensors here.
+"""What to do with an update, from numbers alone (no tensors): OK, SKIP, ROLLBACK or HALT.
 
-OK moves the weights. SKIP moves none: the loss or a gradient is not finite. ROLLBACK goes back to the last good
-checkpoint: loss or gradient norm stayed far above its band (median and median absolute deviation of the last accepted
-updates), or came back from there to a worse loss, or updates stayed non-finite. HALT ends the run.
+OK: apply. SKIP: the loss or a gradient is not finite, apply nothing. ROLLBACK to the last good checkpoint: loss or
+gradient norm stayed far above its band (median and median absolute deviation of recent accepted updates), or settled at
+a worse loss after a spike, or updates stayed non-finite. HALT: end the run.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from matrixlib.config import HealthConfig
 from matrixlib.engine.stats import Action, Event, Message, State, Stats
 
 NORMAL = 1.4826
-"""Standard deviation of a normal distribution by its median absolute deviation."""
+"""Standard deviation / median absolute deviation of a normal distribution."""
 LOSS_FLOOR, NORM_FLOOR, SETTLED_FLOOR = 0.05, 0.25, 0.01
 """Least standard deviation of the band of losses, of gradient norms and of the loss after a spike, by the median."""
 SETTLED_BAND = 1.25
-"""Deviations by which that median must lie above the later half of the losses before the spike; even drift is less."""
+"""Deviations by which that median must exceed the later half of the losses before the spike; drift alone is less."""
 CLIP_WINDOW = 500
-"""Updates after the warm-up that the share of clipped gradients looks back on."""
+"""Updates after the warm-up over which the share of clipped gradients is computed."""
 OVERFLOW_WINDOW, OVERFLOWS = 100, 3
 """A loss scale that fell so often in so many updates is reported."""
 
 
 class TrainingHalted(ArithmeticError):
-    """Training was stopped because it could not be kept stable; the message is the diagnosis."""
+    """Training could not be kept stable; the message is the diagnosis."""
 
 
 @dataclass
 class Health(State):
-    """Counts of a run, and what it does about each update. All but `config` goes into the checkpoint.
+    """Counters of a run, and the decision about each update. Everything but `config` is checkpointed.
 
-    updates: updates judged. skipped: those with a non-finite loss or gradient. overflows, overflowed: those of the loss
-    scale, which never count towards a rollback, and their latest indices. nonfinite, outliers: such updates in a row.
-    onset: index where the present row of them began. losses, norms: the running bands. before, after: the losses before
-    a row that ended by itself, and since then, until it is known whether they came back to their level. clips: whether
-    the latest gradients were clipped. cut, cut_at: factor of the last rollback, and its update. last: what was wrong.
+    updates: judged. skipped: non-finite loss or gradient. overflows, overflowed: by the loss scale (never towards a
+    rollback), and the recent indices. nonfinite, outliers: current streaks. onset: index where the streak began.
+    losses, norms: running bands. before, after: losses before a streak that ended by itself, and since, until settled.
+    clips: whether recent gradients were clipped. cut, cut_at: learning-rate factor of the last rollback, and its
+    update. last: what was wrong.
     """
 
     config: HealthConfig
@@ -61,7 +61,7 @@ class Health(State):
     last: str = ""
 
     def judge(self, stats: Stats) -> Action:
-        """What becomes of one update, which is counted. After SKIP, ROLLBACK and HALT no weight may move."""
+        """Decide about one update and count it. After SKIP, ROLLBACK and HALT no weight may move."""
         self.updates += 1
         finite = stats.finite and math.isfinite(stats.main_loss) and math.isfinite(stats.grad_norm)
         if not finite and stats.overflow:
@@ -89,7 +89,7 @@ class Health(State):
         return Action.OK if finite else Action.SKIP
 
     def _outlier(self, stats: Stats) -> str:
-        """Which value lies above its band, in words; "" where none does or the band is not known yet."""
+        """Which value is above its band, as text; "" if none is, or the band is not known yet."""
         losses, norms = (stats.main_loss, self.losses, LOSS_FLOOR), (stats.grad_norm, self.norms, NORM_FLOOR)
         reasons = []
         for name, (value, band, floor) in {"loss": losses, "gradient norm": norms}.items():
@@ -101,7 +101,7 @@ class Health(State):
         return "; ".join(reasons)
 
     def _settled_worse(self, stats: Stats) -> bool:
-        """Whether the losses after a short spike have settled above those before it; a run is never halted for it."""
+        """Whether losses settled at a higher level after a short spike; never halts a run."""
         if not self.before:
             return False
         self.after = [*self.after, stats.main_loss]
@@ -117,40 +117,41 @@ class Health(State):
 
     @property
     def steady(self) -> bool:
-        """Whether no update since the loss was last at its level was an outlier or not finite: worth keeping."""
+        """Whether no outlier or non-finite update occurred since the loss was last at its level: worth a checkpoint."""
         return not self.outliers and not self.nonfinite and not self.before
 
     @property
     def clip_share(self) -> float:
-        """Share of the latest updates after the warm-up whose gradient was clipped; 0 before there are any."""
+        """Share of recent updates after the warm-up whose gradient was clipped; 0 before there are any."""
         return sum(self.clips) / len(self.clips) if self.clips else 0.0
 
     def target(self, checkpoints: Sequence[int]) -> int | None:
-        """Checkpoint to roll back to: the newest from before the trouble, an older one the second time; None = none."""
+        """Checkpoint to roll back to: the newest before the streak, an older one the second time; None if there is
+        none."""
         good = sorted(step for step in checkpoints if step <= self.onset)
         if len(good) > 1 and good[-1] == self.cut_at:
             good.pop()
         return good[-1] if good else None
 
     def rolled_back(self, step: int, saved: Health) -> Health:
-        """The state to go on with from the checkpoint of `step`: the bands of `saved`, our counts, a cut."""
+        """State after rolling back to `step`: the bands of `saved`, our counters, a cut learning rate."""
         kept = {name: getattr(self, name) for name in ("updates", "skipped", "overflows", "last")}
         bands = {name: getattr(saved, name) for name in ("losses", "norms", "clips")}
         cut = self.rate_scale(self.onset) * self.config.rate_factor
         return Health(self.config, **kept, **bands, rollbacks=self.rollbacks + 1, cut=cut, cut_at=step)
 
     def rate_scale(self, update: int) -> float:
-        """Factor on the learning rate of `update`: the cut of the last rollback, going back to 1 linearly."""
+        """Learning-rate factor at `update`: the last rollback's cut, recovering to 1 linearly."""
         if self.cut_at < 0 or not self.config.rate_recovery:
             return self.cut
         return self.cut + (1 - self.cut) * min(1.0, max(0, update - self.cut_at) / self.config.rate_recovery)
 
     def forget_band(self) -> None:
-        """Start the bands anew, as what is trained has changed."""
+        """Restart the bands, because the objective changed."""
         self.losses, self.norms, self.before, self.after = [], [], [], []
 
     def diagnosis(self) -> str:
-        """Why training was halted and what to try."""
+        """Why training was halted, and what to try."""
         kind = f"{self.nonfinite} updates in a row were not finite"
         if not self.nonfinite:
             kind = f"{self.outliers} updates in a row were far outside the running band"
@@ -164,7 +165,7 @@ class Health(State):
         )
 
     def warnings(self, stats: Stats) -> list[Message]:
-        """About an update with terms or items ("<term>/skipped") without targets, or one that was skipped."""
+        """Messages about terms or items ("<term>/skipped") without targets, or a skipped update."""
         text = f"no valid target of {', '.join(stats.empty)} in this update"
         messages = [Message(Event.NO_TARGET, text)] if stats.empty else []
         for name, share in stats.metrics.items():
@@ -181,7 +182,7 @@ class Health(State):
         return messages
 
     def clip_warning(self, p95: float, threshold: float) -> str:
-        """A warning when too many of at least 100 gradients after the warm-up were clipped, else ""."""
+        """A warning if too many of at least 100 gradients after the warm-up were clipped, else ""."""
         if self.clip_share <= self.config.clip_warning or len(self.clips) < 100:
             return ""
         return (
@@ -197,6 +198,6 @@ def _words(stats: Stats) -> str:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Standard deviation of normally distributed values, by the median absolute deviation: outliers do not count."""
+    """Robust standard deviation, from the median absolute deviation."""
     middle = median(values)
     return NORMAL * median([abs(value - middle) for value in values])

@@ -1,6 +1,6 @@
-"""Memory of this process and of its device, in MiB: thresholds, the allocator's cache, running out of it.
+"""Memory of this process and its device in MiB: thresholds, allocator cache, out-of-memory backoff.
 
-The cache is emptied here and nowhere else, and never in a healthy run: the next update would ask for the same blocks.
+The cache is emptied only here, and never in a healthy run: the next update would allocate the same blocks.
 """
 
 import gc
@@ -21,17 +21,17 @@ from matrixlib.files import utc_now
 from matrixlib.hardware import backend, machine
 
 MEBI = 2**20
-HYSTERESIS = 0.05  # by which the share must fall below a threshold, so that it counts again
-CALM_CHECKS = 10  # in a row, after which a smaller chunk is tried larger again
+HYSTERESIS = 0.05  # drop below a threshold that rearms it
+CALM_CHECKS = 10  # in a row before a chunk grows again
 ALLOCATORS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
-"""What names the CPU's allocator, and the status of cuBLAS, cuDNN and cuSOLVER, in errors that have no class."""
+"""Markers of the CPU allocator and of cuBLAS, cuDNN, cuSOLVER in errors without their own class."""
 
 Figures = dict[str, float]
 Result = TypeVar("Result")
 
 
 def usage(device: torch.device) -> Figures:
-    """MiB that this process holds now (`rss_mib`, `rss_peak_mib`), `total_mib`, and what `backend.memory` has."""
+    """MiB held by this process (`rss_mib`, `rss_peak_mib`), `total_mib`, and the fields of `backend.memory`."""
     info = psutil.Process().memory_info()
     if sys.platform == "win32":
         peak = info.peak_wset
@@ -44,7 +44,7 @@ def usage(device: torch.device) -> Figures:
 
 
 def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
-    """Share of the memory in use: the device's, or of `memory.limit` where that is nearer; on the CPU the process's."""
+    """Share of memory in use: the device's, or of `memory.limit` if lower; on the CPU the process's."""
     if "device_total_mib" not in figures:
         return figures["rss_mib"] / figures["total_mib"]
     own = figures.get("reserved_mib", figures["driver_mib"])
@@ -53,31 +53,30 @@ def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
 
 
 def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
-    """As `share`, of the most that tensors took, where that is known (CUDA): between updates activations are gone."""
+    """As `share`, of the peak of tensors where known (CUDA): between updates activations are gone."""
     if "allocated_peak_mib" not in figures:
         return share(figures, limit)
     return figures["allocated_peak_mib"] / (figures["device_total_mib"] * (limit or 1.0))
 
 
 def out_of_memory(error: BaseException, device: torch.device | None = None) -> bool:
-    """Whether an allocation failed, so that the same work in smaller parts may succeed: a caller must leave its
-    `except` clause before, as the traceback keeps tensors alive. device: on an accelerator an error without a class of
-    its own may be one (MPS and cuDNN report it so), which shows when half of the rows work.
-    """
+    """Whether an allocation failed, so that smaller parts may succeed. Leave the `except` clause before retrying: the
+    traceback keeps tensors alive. device: on an accelerator unclassified errors may also be OOM (MPS, cuDNN); halving
+    then shows."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.AcceleratorError):  # its context is dead
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.AcceleratorError):  # the CUDA context is lost
         return False
     return (device is not None and device.type != "cpu") or any(name in str(error) for name in ALLOCATORS)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return (str(error) or repr(error)).splitlines()[0]
 
 
 def fresh_model(task: Task) -> torch.nn.Module:
-    """A network of the task. ValueError where there is no memory for one of its size."""
+    """A new network of the task. ValueError if it does not fit into memory."""
     try:
         return task.build_model()
     except (RuntimeError, MemoryError) as error:
@@ -87,14 +86,14 @@ def fresh_model(task: Task) -> torch.nn.Module:
 
 
 class OomBackoff:
-    """Cuts batches into smaller passes without gradients where memory runs out. rows: at most, 0 = whole batches."""
+    """Splits batches into smaller no-grad passes when memory runs out. rows: limit of a pass, 0 = whole batches."""
 
     def __init__(self) -> None:
         self.rows = 0
         self._messages: list[Message] = []
 
     def over(self, batch: Batch, work: Callable[[Batch], Result]) -> Iterator[Result]:
-        """What `work` gives for the parts of a host batch, in their order; an error at a single row is passed on."""
+        """Results of `work` on the parts of a host batch, in order; an OOM at a single row is raised."""
         start, end = 0, rows(batch)
         while start < end:
             stop = min(end, start + (self.rows or end))
@@ -114,21 +113,21 @@ class OomBackoff:
             yield result
 
     def take(self) -> list[Message]:
-        """What a person should know, since the last call."""
+        """Messages since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
 
 @dataclass
 class Chunk:
-    """Rows that layers of the self-supervised terms work on at once, 0 = all; calm: checks in a row."""
+    """Rows that SSL layers process at once, 0 = all. calm: checks in a row below the threshold."""
 
     rows: int = 0
     calm: int = 0
     changes: int = 0
 
     def check(self, used: float, warn: float, micro_batch: int) -> bool:
-        """Halve `rows` above `warn`, down to an eighth; double them after calm checks; True if they change."""
+        """Halve `rows` above `warn`, down to an eighth; double them after calm checks. True if changed."""
         before, present = self.rows, min(self.rows or micro_batch, micro_batch)
         self.calm = self.calm + 1 if used < warn - 2 * HYSTERESIS else 0
         if used > warn and present // 2 >= max(1, micro_batch // 8):
@@ -140,7 +139,7 @@ class Chunk:
 
 
 class Monitor:
-    """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`."""
+    """Warns above `memory.warn`, empties the allocator cache above `memory.clear`."""
 
     def __init__(
         self, device: torch.device, config: MemoryConfig, read: Callable[[torch.device], Figures] = usage
@@ -149,7 +148,7 @@ class Monitor:
         self._may_clear, self._clears, self._peak, self.needed = True, 0, 0.0, 0.0
 
     def apply_limit(self) -> str:
-        """Let the allocator refuse more than `memory.limit`; what was done, in words, "" without one."""
+        """Apply `memory.limit` to the allocator; what was done, as text, "" without a limit."""
         if not self._limit:
             return ""
         if self._device.type == "cpu":
@@ -159,18 +158,18 @@ class Monitor:
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
 
     def begin(self) -> None:
-        """Forget what the trials before the run have left."""
+        """Reset peaks after trial updates before the run."""
         if self._device.type != "cpu":
-            gc.collect()  # its network lies in reference cycles
+            gc.collect()  # frees their networks, which are in reference cycles
             backend.empty_cache(self._device)
         self._forget_peak()
 
     def check(self, step: int) -> list[Message]:
-        """Measure after update `step`; what a person should know. While the use stays up no clear follows another."""
+        """Measure after update `step`; messages. While usage stays high the cache is cleared once."""
         figures = self._measure()
         used, self.needed = share(figures, self._limit), needed(figures, self._limit)
         text, messages = f"memory: {used:.0%} in use after update {step};", list[Message]()
-        if used > self._config.warn:  # at every check: the trainer limits the rate of its messages
+        if used > self._config.warn:  # every time: the trainer rate-limits messages
             advice = "a smaller train.micro_batch needs less, or model.checkpoint_every"
             messages.append(Message(Event.MEMORY, f"{text} {advice}"))
         self._may_clear = self._may_clear or used < self._config.clear - HYSTERESIS
@@ -182,19 +181,19 @@ class Monitor:
         return messages
 
     def chunked(self, step: int, present: int, size: int) -> Message:
-        """What is told when the self-supervised heads' rows at once have changed to `present` (0 = all) of `size`."""
-        if self._device.type == "mps":  # whose allocator's cache counts as used: it would never seem enough
+        """Message that SSL rows at once changed to `present` (0 = all) of `size`."""
+        if self._device.type == "mps":  # its cache counts as used, so usage would never fall
             self._clear()
         text = f"memory: the self-supervised heads work on {present or size} of {size} rows at once after update {step}"
         return Message(Event.CHUNK, text)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Time, host, process, its memory and how busy the GPU is."""
+        """Time, host, process, memory and GPU utilisation."""
         who = {"time": utc_now(), "host": platform.node(), "pid": os.getpid()}
         return who | self._read(self._device) | backend.utilisation(self._device)
 
     def interval(self) -> Figures:
-        """`usage` and `share` now; since the last call `clears` and `peak_mib` (but on CUDA: of the checks)."""
+        """`usage` and `share` now; `clears` and `peak_mib` since the last call (except CUDA: of the checks)."""
         figures = self._measure() | backend.utilisation(self._device)
         peak = figures.get("allocated_peak_mib", self._peak)
         figures |= {"share": round(share(figures, self._limit), 4), "peak_mib": peak, "clears": self._clears}

@@ -1,7 +1,7 @@
-"""Metrics of a run: metrics.jsonl, one JSON object a line.
+"""metrics.jsonl: one JSON object a line, one line an update.
 
-A number that is not finite is written as the string "nan", "inf" or "-inf", which standard JSON can hold, and read as
-a float. A long run logs every k-th update (`interval`), so that its log stays small enough to be read whole.
+Non-finite numbers are written as "nan", "inf", "-inf", which JSON can hold, and read as floats. Long runs log every
+k-th update (`interval`), so that the file stays small enough to read whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matrixlib.files import plain, utc_now
 
 Row = dict[str, Any]
 MAX_ROWS = 8192
-"""Rows of updates in which nothing happened; a longer run logs fewer of them."""
+"""Rows of uneventful updates; longer runs log fewer."""
 TAIL_BYTES = 1 << 18
 RECENT_ROWS = 64
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -28,12 +28,12 @@ _NAMED = re.compile(rb'"(nan|-?inf)"')
 
 
 def interval(steps: int) -> int:
-    """Updates between two logged ones of a run of `steps` updates."""
+    """Updates between two logged ones in a run of `steps` updates."""
     return -(-steps // MAX_ROWS)
 
 
 def read(path: Path) -> list[Row]:
-    """Rows by step, a later one of a step over an earlier; without a torn last line. ValueError naming a bad line."""
+    """Rows by step (the last one of a step wins), without a torn last line. ValueError names a bad line."""
     rows: dict[int, Row] = {}
     for row, _ in _rows(Path(path)):
         before = rows.get(row["step"], {})
@@ -43,12 +43,12 @@ def read(path: Path) -> list[Row]:
 
 
 def newer(path: Path, than: tuple[str, int]) -> list[Row]:
-    """Rows written after one of this (time, step), in order; none without a file. For following another process."""
+    """Rows written after (time, step), in order; none without a file. To follow another process."""
     if not Path(path).exists():
         return []
     with Path(path).open("rb") as file:
         start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().split(b"\n")[bool(start) : -1]  # neither a cut first line nor a torn last one
+        lines = file.read().split(b"\n")[bool(start) : -1]  # drop a partial first and a torn last line
     return [row for row in (_parse(line, path, 0) for line in lines) if (row["time"], row["step"]) > than]
 
 
@@ -62,7 +62,7 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def messages(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
-    """(step, id of the event, text) of every message; ids are the values of `stats.Event`."""
+    """(step, event id, text) of every message; ids are `stats.Event` values."""
     found: list[tuple[int, str, str]] = []
     for row in rows:
         texts = row.get("messages", ())
@@ -71,32 +71,30 @@ def messages(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
 
 
 def not_finite(row: Mapping[str, Any]) -> bool:
-    """Whether a loss or the gradient norm of the update was not finite."""
+    """Whether a loss or the gradient norm was not finite."""
     values = [row.get("loss"), row.get("grad_norm"), *row.get("losses", {}).values()]
     return any(isinstance(value, float) and not math.isfinite(value) for value in values)
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Append-only log of one run. Each line is flushed; a torn last line is cut off when it is opened.
+    """Append-only log of one run. Lines are flushed; a torn last line is truncated on open.
 
     recent: the latest rows, written or not.
     """
 
     def __init__(self, path: Path, every: int = 1, writes: bool = True) -> None:
-        """every: of so many updates one is written, see `interval`. writes: False where another rank writes it."""
+        """every: log every k-th update, see `interval`. writes: False on ranks other than 0."""
         self.path, self._every, self._writes = Path(path), every, writes
         self.recent = deque[Row](maxlen=RECENT_ROWS)
-        self._unwritten = Counter[str]()  # seconds by phase, of updates since the last row
+        self._unwritten = Counter[str]()  # seconds by phase since the last row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         if writes:
             self._shorten(max((end for _, end in _lines(self.path)), default=0))
 
     def write(self, row: Mapping[str, Any], always: bool = True) -> None:
-        """Append one row, which must hold `step`; TypeError naming the key of a value that `files.plain` does not take.
-        always: also between the updates that are written, of which the next row has `updates`, the mean of `seconds`
-        and the sums of `times`.
-        """
+        """Append one row with a `step`; TypeError names the key of an unsupported value. always: also between logged
+        updates, which are then summed up in the next row: `updates`, mean `seconds`, summed `times`."""
         if not self._writes:
             return
         data: Row = plain({"time": utc_now(), "step": row["step"], "micro_step": None} | dict(row))
@@ -113,15 +111,15 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
-            error.filename = error.filename or str(self.path)  # a failed write does not say of which file
+            error.filename = error.filename or str(self.path)  # write errors do not name the file
             raise
 
     def sync(self) -> None:
-        """Make every row safe from a power loss."""
+        """fsync."""
         os.fsync(self._file.fileno())
 
     def truncate_to(self, step: int) -> int:
-        """Cut every row beyond `step`; returns how many. A crash leaves the file as it was or as it is to be."""
+        """Remove rows beyond `step`, atomically; returns how many."""
         if not self._writes:
             return 0
         ends = [(row["step"], end) for row, end in _rows(self.path)]
@@ -138,7 +136,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self.sync()
 
     def close(self) -> None:
-        """Close the file; a closed log cannot be written to."""
+        """Close the file; writing afterwards is an error."""
         self._file.close()
 
     def __exit__(self, *error: object) -> None:
@@ -146,7 +144,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(line, where it ends) of every whole line."""
+    """(line, end offset) of every complete line."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -156,7 +154,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[Row, int]]:
-    """(row, where its line ends) in the file's order."""
+    """(row, end offset of its line) in file order."""
     for number, (line, end) in enumerate(_lines(path), 1):
         yield _parse(line, path, number), end
 
@@ -170,11 +168,11 @@ def _parse(line: bytes, path: Path, number: int) -> Row:
     if not isinstance(step, int) or isinstance(step, bool):
         text = f"{path.name} line {number} is no JSON object with an integer 'step'"
         raise ValueError(f"{text}; delete that line to go on without it")
-    return _floats(row) if _NAMED.search(line) else row  # a walk through every row costs more than reading it
+    return _floats(row) if _NAMED.search(line) else row  # walking every row would cost more than parsing it
 
 
 def _floats(value: Any) -> Any:
-    """The strings "nan", "inf" and "-inf" are numbers again."""
+    """Converts "nan", "inf" and "-inf" back to floats."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A network in evaluation mode, for searches, matches and figures; whatever its game is."""
+"""A network in evaluation mode, for searches, matches and figures of any game."""
 
 import warnings
 from collections.abc import Mapping
@@ -15,28 +15,27 @@ from matrixlib.hardware import backend
 from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64
-"""Graphs that the compiler keeps of one function: by itself torch keeps 8 and evaluates the ninth uncompiled."""
+"""Compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled."""
 
 
 class GameTask(Protocol):
-    """What a task adds so that its networks evaluate positions of a game."""
+    """What a task adds so that its networks can evaluate game positions."""
 
     def inputs(self, states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of `predict`, of states (B,) and their legal moves (K,) at offsets (B + 1,); among them
-        `policy_index` (B, L): those moves in their order, -1 in other places.
-        """
+        """Inputs of `predict` for states (B,) with legal moves (K,) at offsets (B + 1,); includes `policy_index` (B,
+        L): those moves in order, padded with -1."""
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = ...) -> dict[str, torch.Tensor]:
-        """`policy` (B, L), log-probabilities of `policy_index`; `value` (B,), the expected result in -1..1."""
+        """`policy` (B, L): log-probabilities of `policy_index`; `value` (B,): expected result in [-1, 1]."""
 
 
 class Network:
-    """A network in evaluation mode with its task's encoding. serving: how batches are cut, filled and compiled."""
+    """A network in evaluation mode with its task's encoding. serving: batch splitting, padding and compilation."""
 
     sha256: str = ""
     """Of the file that its weights are from; empty where they are from none."""
     lesson: Mapping[str, Any] = {}
-    """Record of the teacher that it learned from (`engine.task.Teacher`); empty without one."""
+    """Record of its teacher (`engine.task.Teacher`); empty without one."""
 
     def __init__(
         self, model: nn.Module, task: GameTask, runtime: runtimes.Runtime, serving: runtimes.Serving | None = None
@@ -44,11 +43,11 @@ class Network:
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
         self.task, self.runtime, self.serving = task, runtime, serving or runtimes.serving(runtime.device)
         self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
-        self._tried: set[int] = set()  # sizes of batches that have gone through the compiled network
+        self._tried: set[int] = set()  # batch sizes already compiled
 
     @property
     def training(self) -> bool:
-        """Whether a part of it has been put into training mode."""
+        """Whether any module is in training mode."""
         return any(module.training for module in self.model.modules())
 
     @property
@@ -57,7 +56,7 @@ class Network:
         return sum(p.numel() for p in self.model.parameters())
 
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
-        """The task's `predict` of a batch of its `inputs`, at least one row, on the host and in fp32."""
+        """The task's `predict` on a batch of `inputs` (one row or more); results on the host in fp32."""
         assert not self.training, "the network must be in eval mode"
         count, most = len(batch["policy_index"]), self.serving.sizes[-1]
         starts = range(0, count, most)
@@ -65,7 +64,7 @@ class Network:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
-        """What fits in one batch, filled up with copies of its last row; the host waits for the device once."""
+        """One device batch, padded with copies of its last row; one host read."""
         count = len(batch["policy_index"])
         if self.serving.fill:
             size = next(size for size in self.serving.sizes if size >= count)
@@ -86,7 +85,7 @@ class Network:
         return parts
 
     def _predict(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
-        """The task's `predict`, compiled where that was decided and works; never for self-supervised heads."""
+        """The task's `predict`, compiled if enabled and working; never for SSL heads."""
         if self._compiled is None or heads:
             return self.task.predict(self.model, tensors, heads)
         from torch._dynamo import config as dynamo

@@ -1,4 +1,4 @@
-"""Networks as ONNX files for other programs; needs the extra `onnx` of pyproject.toml."""
+"""ONNX export; needs the extra `onnx`."""
 
 import copy
 import importlib
@@ -17,29 +17,29 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-4  # of an output, or of its size where it is above 1
+TOLERANCE = 1e-4  # absolute, relative above 1
 
 Inputs = Sequence[np.ndarray]  # an array for each input of a network, with the same leading dimension
 
 
 class OnnxModule(nn.Module):
-    """A network as other programs call it: a tensor for each of `inputs` in, one for each of `outputs` out."""
+    """A network with one tensor for each of `inputs` in, and for each of `outputs` out."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
     def metadata(self) -> dict[str, str]:
-        """What a consumer must know, for the metadata of the file."""
+        """What consumers must know, for the file's metadata."""
         raise NotImplementedError
 
     def meaningful(self, output: np.ndarray, inputs: Inputs) -> np.ndarray:
-        """The part of an output that must be the same in the file."""
+        """The part of an output that must match in the file."""
         return output
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """A file and the largest difference between its outputs and the network's, over so many examples."""
+    """An exported file, and the largest difference of its outputs from the network's over `examples` examples."""
 
     path: Path
     outputs: tuple[str, ...]
@@ -54,13 +54,13 @@ class OnnxFile:
 
 
 def installed() -> bool:
-    """Whether all packages of the extra are there."""
+    """Whether all packages of the extra are installed."""
     return all(map(importlib.util.find_spec, PACKAGES))
 
 
 def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> OnnxFile:
-    """Write a network as one ONNX file with a free batch size. batches: given to both, one of two rows or more.
-    ValueError, and no file, where an output differs by more than `TOLERANCE`; ValueError without the packages."""
+    """Write a network as one ONNX file with a dynamic batch size. batches: test inputs, one with at least two rows.
+    ValueError, and no file, if an output differs by more than `TOLERANCE`, or without the packages."""
     onnx = _need("onnx")
     _need("onnxscript")
     module = copy.deepcopy(module).cpu().float().eval()
@@ -68,7 +68,7 @@ def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> O
         tensor.data = tensor.data.contiguous()
     example = max(batches, key=lambda inputs: len(inputs[0]))
     with _draft(path) as draft:
-        with sdpa_kernel(SDPBackend.MATH), _quiet():  # the fused kernel's strides do not survive the exporter
+        with sdpa_kernel(SDPBackend.MATH), _quiet():  # fused kernels' strides break the export
             torch.onnx.export(
                 module,
                 tuple(torch.from_numpy(array) for array in example),
@@ -81,7 +81,7 @@ def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> O
                 verbose=False,
             )
         model = onnx.load(draft)
-        del model.graph.value_info[:]  # some shapes in it are wrong, which onnx's own inference refuses
+        del model.graph.value_info[:]  # some shapes are wrong, which onnx's shape inference rejects
         onnx.helper.set_model_props(model, module.metadata())
         onnx.save(model, draft)
         worst, file = 0.0, session(draft)
@@ -92,7 +92,7 @@ def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> O
             theirs = file.run(None, dict(zip(module.inputs, inputs, strict=True)))
             for one, other in zip(ours, theirs, strict=True):
                 apart = np.abs(one.numpy() - other) / np.maximum(np.abs(one.numpy()), 1)
-                worst = float(np.maximum(worst, module.meaningful(apart, inputs).max()))  # or not a number
+                worst = float(np.maximum(worst, module.meaningful(apart, inputs).max()))  # NaN stays
         if not worst <= TOLERANCE:
             raise ValueError(
                 f"the ONNX file would differ from the network by {worst:.1e}, more than {TOLERANCE:.0e}; it is not "
@@ -102,8 +102,8 @@ def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> O
 
 
 def quantise(path: Path | str, out: Path | str) -> None:
-    """Write an ONNX file again with 8-bit weights, unsigned: onnxruntime convolves with signed ones four times more
-    slowly. Measure what it loses, and whether it is faster at all."""
+    """Rewrite an ONNX file with unsigned 8-bit weights: onnxruntime's convolutions with signed ones are four times
+    slower. Measure the loss in accuracy, and whether it is faster at all."""
     onnx = _need("onnx")
     quantization = _need("onnxruntime.quantization")
     with _draft(out) as draft, _quiet():
@@ -111,7 +111,7 @@ def quantise(path: Path | str, out: Path | str) -> None:
 
 
 def session(path: Path | str, threads: int = 0) -> Any:
-    """An onnxruntime session on the CPU; threads: 0 for all cores."""
+    """An onnxruntime CPU session; threads: 0 = all cores."""
     runtime = _need("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -120,7 +120,7 @@ def session(path: Path | str, threads: int = 0) -> Any:
 
 @contextmanager
 def _draft(path: Path | str) -> Iterator[Path]:
-    """A file that gets its name only if nothing was wrong with it."""
+    """A temporary file that is renamed on success."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"no folder '{path.parent}' to write {path.name} to")
@@ -134,7 +134,7 @@ def _draft(path: Path | str) -> Iterator[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what exporters say about other packages and themselves."""
+    """Suppress warnings and prints of the exporters."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Optimisers: their groups of parameters, their state by name."""
+"""Optimizers: parameter groups, state by parameter name, Muon."""
 
 import importlib
 import importlib.util
@@ -15,9 +15,9 @@ from matrixlib.config import OptimConfig
 from matrixlib.engine.distributed import sharded_like
 from matrixlib.hardware import backend
 
-DECAYED = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, _ConvNd)  # they multiply activations by their matrices
+DECAYED = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, _ConvNd)  # modules whose matrices decay
 
-NOISE = 0x6E6F697365  # keeps the stream of the gradient noise apart from the others of a run's seed
+NOISE = 0x6E6F697365  # domain of the gradient noise among a seed's random streams
 NEWTON_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # as torch has them: https://kellerjordan.github.io/posts/muon/
 RMS = 0.2  # of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)
@@ -27,30 +27,30 @@ _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})  # of 8-bit AdamW'
 
 
 class SGDParameters(nn.Module):
-    """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule and decay, their
-    gradients clipped by themselves: AdamW divides by a gradient's size, so that a factor on it would be lost."""
+    """Module whose own parameters are trained by plain SGD at `rate`, outside schedule and decay and clipped
+    separately: AdamW would cancel a factor on their gradient."""
 
     rate: float
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, whose state dict has plain names (no `_orig_mod.`)."""
+    """The module inside torch.compile's wrapper, whose state dict has no `_orig_mod.` prefix."""
     return cast(nn.Module, getattr(model, "_orig_mod", model))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the unwrapped model by plain name, sharing its memory."""
+    """Parameters and persistent buffers of the unwrapped model by name, sharing memory."""
     return dict(unwrap(model).state_dict())
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "model") -> None:
-    """Copy `tensors` (names as `named_tensors` gives them) into the model in place; ValueError as of `copy_named`."""
+    """Copy `tensors` (named as by `named_tensors`) into the model in place; ValueError as `copy_named`."""
     copy_named(named_tensors(model), tensors, what)
 
 
 @torch.no_grad()
 def copy_named(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
-    """ValueError naming what is missing, unknown or of another shape, before anything is copied."""
+    """Copy by name, after checking all: ValueError names what is missing, unknown or of another shape."""
     if odd := sorted(set(own) ^ set(tensors)):
         raise ValueError(f"{what}: names differ from this model's in {len(odd)} places: {', '.join(odd[:5])}")
     for name, value in own.items():
@@ -62,18 +62,18 @@ def copy_named(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: s
 
 @torch.no_grad()
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Each source into the target at its place: on a GPU by a launch for each dtype, not one for each tensor."""
+    """Copy sources to targets: on a GPU one launch per dtype, not per tensor."""
     for dtype in {target.dtype for target in targets}:
         pairs = [(into, of) for into, of in zip(targets, sources, strict=True) if into.dtype == dtype]
         torch._foreach_copy_([into for into, _ in pairs], [of for _, of in pairs])
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) -> list[dict[str, Any]]:
-    """Groups of an optimiser: decayed, and not decayed. Frozen parameters, and `SGDParameters`, are in neither.
+    """Optimizer groups, decayed and not decayed, without frozen parameters and `SGDParameters`.
 
-    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module and are not shared with one
-    that must not decay. muon: each group also says whether it is `orthogonal`: decayed, and in none of the layers of
-    the network's `edges()`, which take the data or give the outputs. ValueError for a network without that method.
+    Decayed: parameters with two or more dimensions of a `DECAYED` module, not shared with another kind. muon: each
+    group also has `orthogonal`: decayed and not in the network's `edges()` (first and last layers). ValueError for a
+    network without that method.
     """
     network: Any = unwrap(model)
     if muon and not hasattr(network, "edges"):
@@ -105,11 +105,11 @@ def optimiser(
     device: torch.device,
     own: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimiser that `config` names over `model`, which must already be on `device`, or that `own` makes from the
-    parameter groups; the step sets the learning rate of each update.
+    """The configured optimizer over `model`, already on `device`, or the result of `own(groups)`; the step sets
+    learning rates.
 
-    Without its library 8-bit AdamW is plain AdamW, with a warning. ValueError when no parameter can be trained, or when
-    the library of another optimiser is not installed.
+    8-bit AdamW without its library becomes AdamW with a warning. ValueError if nothing is trainable, or another
+    optimizer's library is missing.
     """
     groups = parameter_groups(model, config.weight_decay, config.optimiser in ("muon", "normuon"))
     if not groups:
@@ -128,7 +128,7 @@ def optimiser(
         "muon": (__name__, "Muon", fast | {"momentum": config.momentum}),
         "normuon": (__name__, "Muon", fast | {"momentum": config.momentum, "even_rows": True}),
         "adam": ("torch.optim", "Adam", fast),
-        # torch 2.13's fused kernel fails at a parameter whose gradients begin after the others'
+        # torch 2.13's fused SGD fails if a parameter's first gradient comes later than others'
         "sgd": ("torch.optim", "SGD", base | {"momentum": config.momentum, "nesterov": config.momentum > 0}),
         "rmsprop": ("torch.optim", "RMSprop", base | {"alpha": config.beta2, "eps": config.eps}),
         "radam": ("torch.optim", "RAdam", base | moments | {"decoupled_weight_decay": True}),
@@ -150,29 +150,29 @@ def optimiser(
         text = f"optim.optimiser {kind} needs {install} ({error}); pip install {install}, or choose another"
         raise ValueError(text) from error
     if kind == "schedule_free":
-        made.train()  # before the first update it sets a flag alone
+        made.train()  # only sets a flag before the first update
     return cast(torch.optim.Optimizer, made)
 
 
 def optimiser_kind(config: OptimConfig) -> str:
-    """The optimiser that is used: `config`'s, but plain AdamW where the library of 8-bit AdamW is not installed."""
+    """The optimizer in use: `config`'s, or AdamW where the library of 8-bit AdamW is missing."""
     absent = config.optimiser == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
     return "adamw" if absent else config.optimiser
 
 
 def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters by plain name, but for those of `SGDParameters`."""
+    """Trainable parameters by name, without `SGDParameters`."""
     aside = {id(p) for module in _sgd_modules(model).values() for p in module.parameters(recurse=False)}
     return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in aside]
 
 
 def own_to_training(model: nn.Module) -> set[str]:
-    """Names in the model's state of what no network but this training needs: all `SGDParameters`."""
+    """Names in the model's state that only training needs: all `SGDParameters`."""
     return {f"{name}.{own}" for name, module in _sgd_modules(model).items() for own in module.state_dict()}
 
 
 def side_optimizer(model: nn.Module) -> torch.optim.SGD | None:
-    """The optimiser of all `SGDParameters`, which has no state; None where there are none."""
+    """The stateless optimizer of all `SGDParameters`; None if there are none."""
     groups = [{"params": list(m.parameters(recurse=False)), "lr": m.rate} for m in _sgd_modules(model).values()]
     return torch.optim.SGD(groups, lr=0.0) if groups else None
 
@@ -181,12 +181,12 @@ def _sgd_modules(model: nn.Module) -> dict[str, SGDParameters]:
     return {name: module for name, module in unwrap(model).named_modules() if isinstance(module, SGDParameters)}
 
 
-# State by name. torch's get_optimizer_state_dict asks for the same state of every parameter, which a head that has had
-# no gradient yet does not have, and makes a zero-rate update where there is none.
+# State by name. torch's get_optimizer_state_dict needs equal state for every parameter, which a head without gradients
+# so far lacks, and makes a zero-rate update if there is none.
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first update."""
+    """Optimizer state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first update."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     return {
         f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
@@ -196,7 +196,7 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def optimiser_counters(optimiser: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """What some optimisers count in their groups, one dict a group."""
+    """Group-level counters of some optimizers, one dict a group."""
     return [{key: group[key] for key in _COUNTERS if key in group} for group in optimiser.param_groups]
 
 
@@ -206,7 +206,7 @@ def load_optimiser(
     tensors: Mapping[str, Tensor],
     counters: Sequence[Mapping[str, float]],
 ) -> None:
-    """Restore what `optimiser_tensors` and `optimiser_counters` gave. ValueError for a name of no such parameter."""
+    """Restore `optimiser_tensors` and `optimiser_counters`. ValueError for an unknown parameter."""
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     numbers = {id(parameter): place for place, parameter in enumerate(parameters)}
     places = {name: numbers[id(p)] for name, p in unwrap(model).named_parameters() if id(p) in numbers}
@@ -219,32 +219,32 @@ def load_optimiser(
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
     for group, counted in zip(optimiser.param_groups, counters, strict=True):
         for key in _COUNTERS:
-            group.pop(key, None)  # one that begins to count at its first update
+            group.pop(key, None)  # counted from the first update
         group.update(counted)
 
 
 def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
-    """`value` as the optimiser itself would have made it: an integer, or in the memory format of `parameter`."""
+    """`value` as the optimizer itself would hold it: an integer, or in the memory format of `parameter`."""
     if value.shape == parameter.shape:
         fresh = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
         return fresh.detach().copy_(sharded_like(value, parameter))
     if not value.ndim:
         return value.clone() if value.is_floating_point() else int(value)
     same = value.ndim == parameter.ndim and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
-    if same or key in _BLOCKS:  # Adafactor keeps means over rows and columns
+    if same or key in _BLOCKS:  # Adafactor's row and column means
         return value.clone()
     raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
 
 
 def noise_variance(config: OptimConfig, update: int) -> float:
-    """Variance of the gradient noise of update `update` (0 = first): eta / (1 + t)^gamma (Neelakantan et al. 2015,
+    """Variance of the gradient noise at `update` (from 0): eta / (1 + t)^gamma (Neelakantan et al. 2015,
     https://arxiv.org/abs/1511.06807)."""
     return config.noise / (1 + update) ** config.noise_decay
 
 
 @torch.no_grad()
 def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: int) -> None:
-    """Add normal noise in place, a function of (seed, update) as every rank and a resumed run need it."""
+    """Add normal noise in place, a function of (seed, update), so equal on every rank and after resuming."""
     device = gradients[0].device
     generator = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + update + NOISE) % 2**63)
     for gradient in gradients:
@@ -253,11 +253,11 @@ def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: i
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with `orthogonal: True` are moved by Muon, the others by AdamW; all by one learning rate.
+    """Muon for groups with `orthogonal: True`, AdamW for the others, with one learning rate.
 
-    A kernel (O, I, h, w) is a matrix (O, I * h * w), and those of one shape are made orthogonal together; torch's Muon
-    takes matrices alone, one at a time. An update has the size of AdamW's. momentum: of the matrices, with Nesterov's
-    look ahead. even_rows: NorMuon, in which each output is moved about as far as the others.
+    A kernel (O, I, h, w) is a matrix (O, I * h * w); matrices of equal shape are orthogonalised in one batch (torch's
+    Muon takes single matrices). Updates have the RMS of AdamW's. momentum: of the matrices, Nesterov. even_rows:
+    NorMuon's neuron-wise normalisation.
     """
 
     def __init__(
@@ -304,11 +304,11 @@ class Muon(torch.optim.AdamW):
                 moved[place].add_(update.view(moved[place].shape), alpha=-group["lr"] * size)
 
     def _evened(self, parameters: Sequence[Tensor], updates: Tensor) -> Tensor:
-        """Updates (N, R, C) with rows divided by the root of their mean squares of late, all together as large."""
+        """Updates (N, R, C) with rows divided by the root of their running mean squares, at equal total norm."""
         squares = updates.square().mean(2)
         for parameter, square in zip(parameters, squares, strict=True):
             state = self.state[parameter]
-            if "row_squares" not in state:  # of as many dimensions as the parameter, as checkpoints want it
+            if "row_squares" not in state:  # same number of dimensions as the parameter, for checkpoints
                 state["row_squares"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
             late = state["row_squares"].view(-1)
             late.lerp_(square, 1 - ROWS_DECAY)
@@ -318,8 +318,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """(N, R, C) to about the nearest matrices with orthogonal rows (R <= C) or columns: singular values come out
-    between 0.7 and 1.2, those that are next to nothing below."""
+    """(N, R, C) to approximately the nearest matrices with orthogonal rows (R <= C) or columns: singular values between
+    0.7 and 1.2, tiny ones less."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if tall else matrices).float()
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
@@ -328,7 +328,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _by_steps(x: Tensor) -> Tensor:
-    """Newton and Schulz's iteration as it is known, in bf16, for GPUs."""
+    """Newton-Schulz iteration in bf16, for GPUs."""
     a, b, c = COEFFICIENTS
     for _ in range(NEWTON_STEPS):
         square = x @ x.mT
@@ -338,7 +338,7 @@ def _by_steps(x: Tensor) -> Tensor:
 
 def _by_squares(x: Tensor) -> Tensor:
     """The same in a third of the time on a CPU: each step multiplies x by a polynomial of x x', and these commute. Not
-    in TF32 or bf16: an eigenvalue of the square that rounding makes negative grows tenfold at each step."""
+    in TF32 or bf16: an eigenvalue that rounding makes negative grows tenfold a step."""
     a, b, c = COEFFICIENTS
     square = x @ x.mT
     one = torch.eye(square.shape[1], dtype=square.dtype)

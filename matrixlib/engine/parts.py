@@ -1,4 +1,4 @@
-"""Parts of a training that its caller gives, maybe in a cell: heads, a trunk, losses, a schedule, an optimizer."""
+"""Parts of a training that a caller (a cell, say) provides: heads, trunk, losses, schedule, optimizer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _LIBRARIES = ("builtins", "abc", "torch", "numpy", "matrixlib")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a caller puts in place of the configuration's own, or beside it. heads, trunk, losses: as the task takes
-    them. schedule: update index (from 0) -> learning rate. optimizer: from parameter groups of `torch.optim`.
-    """
+    """Replacements for, and additions to, the configured parts. heads, trunk, losses: as the task takes them. schedule:
+    update index (from 0) -> learning rate. optimizer: parameter groups -> `torch.optim.Optimizer`."""
 
     heads: tuple[Any, ...] = ()
     trunk: Callable[[Any], nn.Module] | None = None
@@ -43,14 +42,13 @@ class Parts:
         return {name: part for name, part in named.items() if part is not None}
 
     def record(self) -> dict[str, dict[str, str]]:
-        """What a run keeps of each part; ValueError for one whose source cannot be found."""
+        """What run.json stores of each part; ValueError if a source cannot be found."""
         return {name: describe(part) for name, part in self.named().items()}
 
 
 def describe(part: Any) -> dict[str, str]:
-    """Import path of a part, SHA-256 of all source that it consists of (its own, what that uses from the same module or
-    notebook, plain values), and that source itself if it is from a cell.
-    """
+    """Import path of a part, SHA-256 of its whole source (its own, what it uses of the same module or notebook, plain
+    values), and the source itself if it is from a cell."""
     owner = part if isinstance(part, type | types.FunctionType) else type(part)
     text = "\n".join(dict.fromkeys(_sources(part, set())))
     local = {"source": text} if owner.__module__ == "__main__" else {}
@@ -59,7 +57,7 @@ def describe(part: Any) -> dict[str, str]:
 
 
 def _sources(part: Any, seen: set[int]) -> Iterator[str]:
-    """Source of a part, and of everything of its module or notebook that it uses."""
+    """Source of a part and of everything that it uses of its module or notebook."""
     if id(part) in seen:
         return
     seen.add(id(part))
@@ -68,7 +66,7 @@ def _sources(part: Any, seen: set[int]) -> Iterator[str]:
     elif not isinstance(part, type | types.FunctionType):  # an object: its class and attributes
         yield from _sources(type(part), seen)
         yield from _values(getattr(part, "__dict__", {}), seen)
-    elif part.__module__.split(".")[0] in _LIBRARIES:  # its version is recorded with the run
+    elif part.__module__.split(".")[0] in _LIBRARIES:  # run.json records its version
         yield f"{part.__module__}.{part.__qualname__}"
     else:
         yield _source(part)
@@ -97,10 +95,10 @@ def _methods(part: type) -> list[types.FunctionType]:
 
 
 def _source(part: Any) -> str:
-    """Source of a function or class, also of one from a cell."""
+    """Source of a function or class, also from a cell."""
     try:
         return inspect.getsource(part)
-    except (OSError, TypeError):  # inspect looks for a class in the file of its module; a cell has none
+    except (OSError, TypeError):  # inspect needs a module file for classes; a cell has none
         for method in _methods(part):
             text = "".join(linecache.getlines(method.__code__.co_filename))
             for node in ast.walk(ast.parse(text)):
@@ -110,7 +108,7 @@ def _source(part: Any) -> str:
 
 
 def refuse_other(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: str) -> None:
-    """ValueError unless these are the parts that a run was begun with."""
+    """ValueError unless these are the parts that the run started with."""
     own = given.record()
     differences = [f"'{name}' is missing" for name in recorded.keys() - own.keys()]
     differences += [f"'{name}' is new" for name in own.keys() - recorded.keys()]
@@ -118,6 +116,6 @@ def refuse_other(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: s
     differences += [f"'{name}' has another source" for name in both if recorded[name]["sha256"] != own[name]["sha256"]]
     if differences:
         text = (
-            f"run '{run}' was begun with other parts: {', '.join(sorted(differences))}; give open_run() the same ones"
+            f"run '{run}' was started with other parts: {', '.join(sorted(differences))}; give open_run() the same ones"
         )
         raise ValueError(f"{text} (their source is in run.json), or another run name")

@@ -1,4 +1,4 @@
-"""Random streams of a process, captured and restored: Python, NumPy's global one, torch's CPU and device ones."""
+"""Capture and restore the process's random streams: Python, NumPy's global, torch's CPU and device."""
 
 import hashlib
 import random
@@ -15,7 +15,7 @@ from matrixlib.hardware import backend
 
 @dataclass(frozen=True)
 class Streams:
-    """State of every stream that a model or a task could draw from in the main process."""
+    """State of every stream that a model or task may draw from in the main process."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -23,11 +23,11 @@ class Streams:
     device: Tensor | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The torch part (uint8 tensors on the CPU), for a checkpoint's tensors."""
+        """torch's states (uint8 CPU tensors), for a checkpoint's tensors."""
         return {"torch": self.torch} | ({} if self.device is None else {"device": self.device})
 
     def plain(self) -> dict[str, Any]:
-        """The other part as JSON data."""
+        """The other states as JSON data."""
         inner = self.numpy["state"]
         numpy = {**self.numpy, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}}
         return {"python": self.python, "numpy": numpy}
@@ -40,13 +40,13 @@ def from_saved(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Strea
 
 
 def capture(device: torch.device) -> Streams:
-    """The present state; waits for no device."""
+    """The current state; no device synchronisation."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream is what is saved
     return Streams(random.getstate(), numpy, torch.get_rng_state(), backend.rng_state(device))
 
 
 def restore(streams: Streams, device: torch.device) -> None:
-    """Set every stream. The device's own is left alone where the saved state comes from another kind."""
+    """Set every stream; the device's only if saved on the same kind of device."""
     random.setstate(streams.python)
     np.random.set_state(streams.numpy)  # noqa: NPY002
     torch.set_rng_state(streams.torch)
@@ -55,7 +55,7 @@ def restore(streams: Streams, device: torch.device) -> None:
 
 
 def seeded(seed: int, device: torch.device) -> Streams:
-    """Streams as they are right after seeding; the process's own streams are left as they were."""
+    """Streams as after seeding; the process's own are unchanged."""
     before = capture(device)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -66,6 +66,6 @@ def seeded(seed: int, device: torch.device) -> Streams:
 
 
 def of_rank(seed: int, rank: int, update: int, device: torch.device) -> Streams:
-    """Streams of a rank's update: functions of these numbers alone, so that nothing of them has to be stored."""
+    """Streams of a rank's update, a pure function of these numbers, so nothing is stored."""
     digest = hashlib.blake2b(f"{seed} {rank} {update}".encode(), digest_size=8).digest()
     return seeded(int.from_bytes(digest, "little"), device)

@@ -1,4 +1,4 @@
-"""What changes over a training: learning rate, plateau cuts, dropout stages, the gate of self-supervised terms."""
+"""Schedules: learning rate, plateau cuts, dropout stages, the gate of SSL terms."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from matrixlib.engine.stats import State
 
 
 def warmup_updates(config: OptimConfig, steps: int) -> int:
-    """Updates of the warm-up: at most half of the run, so that smoke runs reach their peak."""
+    """Updates of the warm-up: at most half of the run, so that short runs reach their peak."""
     return min(config.warmup_steps, steps // 2)
 
 
 def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Callable[[int], float]:
     """The configured schedule of a run of `steps` updates of `batch_size` rows; skipped updates count.
 
-    Update i (from 0) of the warm-up: peak * (i + 1) / warmup, never 0. Then `optim.schedule` runs from peak to exactly
-    peak * final_fraction at the last update, and stays there. decay_ratio: of what follows the warm-up (of each cycle,
-    with restarts); before it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395). restarts at
-    the peak, in cycles of equal length (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983). rate_batch: the
-    rate grows with the root of the batch size over it, so that the noise of Adam's updates stays the same (Malladi et
-    al. 2022, https://arxiv.org/abs/2205.10287).
+    Warm-up, update i from 0: peak * (i + 1) / warmup, never 0. Then `optim.schedule` from the peak to exactly peak *
+    final_fraction at the last update, constant beyond. decay_ratio: share of the updates after the warm-up (of each
+    cycle, with restarts) that decay; before it the rate is the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395).
+    restarts: warm restarts in equal cycles (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983). rate_batch:
+    scale the rate by sqrt(batch size / rate_batch), which keeps the noise of Adam's updates (Malladi et al. 2022,
+    https://arxiv.org/abs/2205.10287).
     """
     if steps < 1:
         raise ValueError(f"a run needs at least one update, got {steps}")
@@ -52,7 +52,7 @@ def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Calla
 
 @dataclass
 class Plateau(State):
-    """Cuts the rate after so many (`stale`) full validations without one below `best`; cuts: so far."""
+    """Cuts the rate after `stale` full validations without a new `best`. cuts: so far."""
 
     config: OptimConfig
     best: float | None = None
@@ -61,11 +61,11 @@ class Plateau(State):
 
     @property
     def factor(self) -> float:
-        """What the schedule's rate is multiplied by."""
+        """Factor on the scheduled rate."""
         return float(self.config.plateau_factor**self.cuts)
 
     def record(self, loss: float, min_delta: float) -> str:
-        """Take in a full validation's loss; a text where the rate is cut, else ""."""
+        """Record a full validation loss; a message if the rate is cut, else ""."""
         if not self.config.plateau:
             return ""
         if math.isfinite(loss) and (self.best is None or loss < self.best - min_delta):
@@ -80,7 +80,7 @@ class Plateau(State):
 
 
 class Dropout:
-    """Dropout rates in stages, each a factor for an equal part of the run: `p` of modules, `dropout` of attention."""
+    """Dropout rates in equal stages of the run, each a factor on `p` of modules and `dropout` of attention."""
 
     def __init__(self, modules: Iterable[Any], stages: Sequence[float]) -> None:
         self._stages, self.factor = stages or (1.0,), 1.0
@@ -95,7 +95,7 @@ class Dropout:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def enter(self, progress: float) -> bool:
-        """Set the rates of the stage in force, of the share of the run that is done; True where they have changed."""
+        """Set the rates for a share of the run done; True if they changed."""
         factor = self._stages[min(int(progress * len(self._stages)), len(self._stages) - 1)]
         if factor == self.factor:
             return False
@@ -107,9 +107,8 @@ class Dropout:
 
 @dataclass
 class Gate(State):
-    """When the self-supervised terms take part in an update, and by how much. frozen_until: update index from which
-    they take part again. row_seconds: measured, with a time limit only. left_out: rows that it left without them.
-    """
+    """When the SSL terms take part in an update, and with what weight. frozen_until: update from which they do again.
+    row_seconds: measured, with a time limit only. left_out: rows computed without them."""
 
     config: GatingConfig
     frozen_until: int = 0
@@ -117,13 +116,13 @@ class Gate(State):
     left_out: int = 0
 
     def factor(self, update: int) -> float:
-        """Factor on the weights of the terms at `update` (from 0): 0 while frozen, never 0 in the warm-up."""
+        """Factor on the terms' weights at `update` (from 0): 0 while frozen, never 0 in the warm-up."""
         if update < self.frozen_until:
             return 0.0
         return min(1.0, (update + 1) / self.config.warmup_steps) if self.config.warmup_steps else 1.0
 
     def freeze(self, update: int) -> bool:
-        """Leave the terms out after an unstable `update`; True if that begins now."""
+        """Leave the terms out after an unstable `update`; True if that starts now."""
         if not self.config.freeze_steps:
             return False
         begins = update >= self.frozen_until
@@ -138,7 +137,7 @@ class Gate(State):
         return min(size, max(micro_batch, fitting // micro_batch * micro_batch))
 
     def leave_out(self, rows: int) -> str:
-        """Take in rows that the limit left without the terms; what to say of it."""
+        """Record rows without the terms; a message."""
         self.left_out += rows
         if not rows:
             return ""

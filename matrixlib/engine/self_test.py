@@ -1,4 +1,4 @@
-"""Self-test of a device and dtype as a run begins: an update in it against the CPU's in fp32."""
+"""Self-test of a device and dtype when a run starts: one update compared with the CPU's in fp32."""
 
 import copy
 import math
@@ -21,18 +21,18 @@ from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
 from matrixlib.hardware.runtime import Runtime
 
-ROWS = 8  # of an update that is compared: enough for every term to have a target
-MAX_OVERFLOWS = 20  # updates in which fp16 may look for its loss scale
+ROWS = 8  # compared; enough for every term to have a target
+MAX_OVERFLOWS = 20  # updates for fp16 to find its loss scale
 WEIGHT_NOISE = 0.02
-"""Added to fresh weights: heads begin at zero, and a network behind them would have no gradient to compare."""
+"""Added to fresh weights: zero-initialised heads would leave the trunk without a gradient to compare."""
 TOLERANCE = {True: (2e-3, 0.05), False: (0.1, 0.6)}
-"""fp32 or not -> relative difference of a loss and of a block's gradient (L2) at most; a faulty kernel is farther."""
+"""fp32? -> largest relative difference of a loss and of a block's gradient (L2); faulty kernels differ by more."""
 NEGLIGIBLE = 1e-4
-"""A block's gradient below this share of the largest one is all rounding."""
+"""Block gradients below this share of the largest are rounding noise."""
 
 
 class LinearRows(TorchFunctionMode):
-    """Inside of it, `rows` is the most rows that the input of a linear layer has had."""
+    """Context that records the largest number of rows a linear layer got, in `rows`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +45,8 @@ class LinearRows(TorchFunctionMode):
 
 
 def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[str, int]:
-    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32, whose errors
-    are raised: (what is wrong, "" = nothing; rows of the largest linear layer's input for one row of the batch).
-    """
+    """Compare one update of a few rows of `batch` (host tensors) in `runtime` with the CPU's in fp32: (what is wrong,
+    "" if nothing; rows of the largest linear layer's input per row of the batch). Errors of the CPU are raised."""
     part = slice_batch(batch, 0, min(ROWS, rows(batch)))
     unclipped = config.optim.model_copy(update={"clip_norm": math.inf})
     config = config.model_copy(update={"gating": GatingConfig(), "optim": unclipped})
@@ -62,9 +61,9 @@ def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple
         with LinearRows() as linear:
             expected = _update(task, copy.deepcopy(network), plain, config, [part])
         try:
-            half = slice_batch(part, 0, -(-rows(part) // 2))  # some faults of mps follow a pass of another size alone
+            half = slice_batch(part, 0, -(-rows(part) // 2))  # some MPS faults need a previous pass of another size
             measured = _update(task, network, replace(runtime, compile=""), config, [half, part])
-        except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
+        except (RuntimeError, TypeError) as error:  # TypeError: a dtype that MPS lacks
             if out_of_memory(error):
                 raise
             return first_line(error), 0
@@ -77,7 +76,7 @@ def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple
 def _update(
     task: Task, network: nn.Module, runtime: Runtime, config: Config, batches: list[Batch]
 ) -> tuple[Stats, dict[str, Tensor]]:
-    """The last of these updates, and each block's gradient in float64 on the host, before clipping."""
+    """The last of these updates, and each block's gradient before clipping, in float64 on the host."""
     step = Step(task, network, runtime, config, steps=1000)
     network.eval()
     weights = {name: tensor.clone() for name, tensor in optim.named_tensors(network).items()}
@@ -96,7 +95,7 @@ def _update(
 def _difference(
     stats: Stats, gradients: dict[str, Tensor], wanted: Stats, right: dict[str, Tensor], loss: float, gradient: float
 ) -> str:
-    """What is wrong with an update beside another of the same rows; loss, gradient: relative tolerances."""
+    """What differs between two updates of the same rows; loss, gradient: relative tolerances."""
     if not stats.finite:
         return stats.detail or "the loss scale fell without end"
     norms = {name: float(value.norm()) for name, value in right.items()}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that wait for the end of an update, so that what is saved is whole."""
+"""Ctrl-C and SIGTERM, deferred to the end of an update so that what is saved is consistent."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matrixlib.engine.distributed import Ranks
 
-SAME_WISH = 3.0
-"""Seconds in which a second SIGTERM is taken for the first one."""
+SAME_SIGNAL_SECONDS = 3.0
+"""Seconds within which a second SIGTERM counts as the first."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM came (a cluster's scheduler takes the machine back); the exit status is the usual 143."""
+    """SIGTERM arrived (a scheduler wants the machine); exit status 143."""
 
 
 class Signals:
-    """Signals of a `deferred` block. interrupts: SIGINTs. terminated: when SIGTERM came. agreed: all ranks end."""
+    """Signals of a `deferred` block. interrupts: SIGINTs. terminated: time of SIGTERM. agreed: all ranks stop."""
 
     def __init__(self) -> None:
         self.interrupts = 0
         self.terminated: float | None = None
         self.agreed = False
-        self._before: dict[int, Any] = {}  # who was told until the block began
+        self._before: dict[int, Any] = {}  # previous handlers
         self._ended = False
 
     def check(self) -> None:
-        """Raises Terminated or KeyboardInterrupt if one has come."""
+        """Raise Terminated or KeyboardInterrupt if one arrived."""
         _raise(self.terminated is not None, self.interrupts)
 
     def agree(self, ranks: Ranks) -> None:
-        """As `check`, on all ranks where one of them has been told; what comes meanwhile is heard next time."""
+        """As `check`, on all ranks if one got a signal; later ones count next time."""
         told = ranks.total({"interrupts": self.interrupts, "terminated": int(self.terminated is not None)})
         self.agreed = any(told.values())
         _raise(told["terminated"], told["interrupts"])
@@ -52,19 +52,19 @@ class Signals:
         elif self.terminated is None:
             self.terminated = time.monotonic()
             _tell("SIGTERM: finishing this update, then saving")
-        elif time.monotonic() - self.terminated > SAME_WISH:
+        elif time.monotonic() - self.terminated > SAME_SIGNAL_SECONDS:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 
     def begin(self) -> None:
-        """Put the handler in, where SIGINT is not ignored and SIGTERM is as the process found it."""
+        """Install the handlers, unless SIGINT is ignored; SIGTERM only over the default."""
         if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self.note)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self.note)
 
     def end(self) -> None:
-        """Put back the handlers from before, unless others have come since; never that of a block that has ended."""
+        """Restore the previous handlers, unless replaced since; never one of a finished block."""
         self._ended = True
         for number, before in self._before.items():
             while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._ended:
@@ -75,10 +75,9 @@ class Signals:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Signals]:
-    """SIGINT and SIGTERM inside the block raise KeyboardInterrupt and Terminated where `check` is called, and SIGINT at
-    its end; a generator that is closed within it raises them to whoever calls its `close`. A second SIGINT raises at
-    once, another SIGTERM seconds later ends the process (schedulers and launchers send the first one twice).
-    """
+    """Context in which SIGINT and SIGTERM raise KeyboardInterrupt and Terminated at `check` (SIGINT also at the end);
+    closing a generator inside raises them from `close`. A second SIGINT raises at once; another SIGTERM after
+    `SAME_SIGNAL_SECONDS` seconds ends the process (schedulers and launchers send the first one twice)."""
     signals = Signals()
     if threading.current_thread() is threading.main_thread():
         signals.begin()
@@ -101,6 +100,6 @@ def _raise(terminated: float, interrupts: float) -> None:
 
 
 def _tell(text: str) -> None:
-    """Write to stderr from a signal handler: `print` fails where the signal came in the middle of another print."""
+    """Write to stderr from a signal handler: `print` fails if the signal interrupted another print."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""What happened in one update: its numbers and messages; and plain state that goes into a checkpoint."""
+"""Numbers and messages of one update; plain checkpointable state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from statistics import median
 from typing import Any, Self
 
 WINDOW = 500
-"""Updates that gradient statistics look back on."""
+"""Updates over which gradient statistics are computed."""
 UNLOGGED: Any = {"logged": False}
 
 
 class Event(StrEnum):
-    """What a message is about. metrics.jsonl holds the value beside the text; code never parses a text."""
+    """Id of a message. metrics.jsonl stores it with the text; code never parses text."""
 
     HALT = "halt"
     ROLLBACK = "rollback"
@@ -42,11 +42,11 @@ class Event(StrEnum):
 
 
 DECISIONS = (Event.HALT, Event.ROLLBACK, Event.SKIP)
-"""What health decided, gravest first."""
+"""Decisions of `Health`, most severe first."""
 
 
 class Message(str):
-    """A text for people with the id of its event. subject: keeps messages of one event apart (the name of a term)."""
+    """Text with the id of its event. subject: separates messages of one event (the name of a term)."""
 
     event: Event
     subject: str
@@ -61,7 +61,7 @@ class Message(str):
 
 
 class Action(StrEnum):
-    """What becomes of an update."""
+    """What is done with an update."""
 
     OK = "ok"
     SKIP = "skip"
@@ -71,25 +71,24 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Stats:
-    """Numbers of one update, all on the host.
+    """Numbers of one update, on the host.
 
     step: updates done, this one included; steps: of the whole run. micro_step: forward passes done. loss: weighted
     total of `losses`, the means over items by term, in training mode, before the update. metrics: means by "term/name".
-    grad_norm: global norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the
-    warm-up. action: "verdict" in metrics.jsonl. skipped, overflows: updates that moved no weight so far, for a blow-up
-    or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data and updating. times: seconds
-    of each phase (`timing.PHASES`), on a GPU maybe one update late. loader: `Source.prefetch_stats`. throughput: rows
-    per second. share_of_peak: of the device's matrix rate. gate, dropout: factor on the weights of the self-supervised
-    terms, on the rates of dropout. left_out: rows without these terms, for `gating.seconds`. phase: of the curriculum.
-    validation: fields of `Validation`. memory: use since the last row that has it. statistics: "outputs",
-    "gradient_norm", "blocks" and "dead_units". initial: at the first update, by term "loss", "chance" and "floor".
-    extra: numbers of the user's own (`Trainer.log`). messages: for people. None or (): not in this update.
+    grad_norm: global norm before clipping (unscaled). clip_share: share of recent gradients that were clipped, after
+    the warm-up. action: "verdict" in metrics.jsonl. skipped, overflows: updates so far that moved no weight, because of
+    non-finite values or the loss scale. rollbacks: so far, before this update. seconds: data wait plus update. times:
+    seconds by phase (`timing.PHASES`), on a GPU possibly one update late. loader: `Source.prefetch_stats`. throughput:
+    rows/s. share_of_peak: of the device's matrix rate (MFU). gate, dropout: factors on SSL weights and dropout rates.
+    left_out: rows without SSL terms because of `gating.seconds`. phase: of the curriculum. validation: fields of
+    `Validation`. memory: since the last row that has it. statistics: "outputs", "gradient_norm", "blocks",
+    "dead_units". initial: at the first update, by term "loss", "chance", "floor". extra: the user's own numbers
+    (`Trainer.log`). messages: for people. None or (): not in this update.
 
-    Not logged: main_loss: `loss` without the self-supervised terms, whose weights change. counts: items by term; one
-    without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if a term or a
-    gradient is not finite; detail: which, in words. overflow: not finite, but the loss is and a loss scale explains the
-    rest. clipped: the norm was above the threshold. warming_up: the learning rate has not reached its peak. passes:
-    forward passes of this update. rows: of all ranks.
+    Not logged: main_loss: `loss` without SSL terms, whose weights change. counts: items by term; terms without items
+    are in `empty`, not in `losses`; gated ones are in neither. finite: all terms and gradients are finite; detail:
+    which are not. overflow: the loss is finite and the loss scale explains the rest. clipped: the norm exceeded the
+    threshold. warming_up: before the peak learning rate. passes: forward passes of this update. rows: of all ranks.
     """
 
     step: int
@@ -133,11 +132,11 @@ class Stats:
 
     @property
     def update(self) -> int:
-        """Its index, from 0."""
+        """Index of the update, from 0."""
         return self.step - 1
 
     def row(self) -> dict[str, Any]:
-        """The row of metrics.jsonl: what this update has nothing of is left out."""
+        """The row of metrics.jsonl, without empty fields."""
         logged = [f for f in fields(self) if f.metadata.get("logged", True)]
         values = {f.metadata.get("key", f.name): getattr(self, f.name) for f in logged}
         values["events"] = tuple(message.event for message in self.messages)
@@ -145,7 +144,7 @@ class Stats:
 
 
 def from_row(row: Mapping[str, Any]) -> Stats:
-    """What a row of metrics.jsonl tells of its update; `Stats.row` of it is that row, but for its time."""
+    """Stats of a metrics.jsonl row; `Stats.row` gives the row back, without its time."""
     names = {f.metadata.get("key", f.name): f.name for f in fields(Stats) if f.metadata.get("logged", True)}
     values = {names[key]: value for key, value in row.items() if key in names}
     told = zip(row.get("events", ()), row.get("messages", ()), strict=True)
@@ -155,17 +154,17 @@ def from_row(row: Mapping[str, Any]) -> Stats:
 
 @dataclass
 class State:
-    """Base of dataclasses whose fields, but for `config`, go into the checkpoint as plain data."""
+    """Base of dataclasses whose fields, except `config`, are checkpointed as plain data."""
 
     config: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for the checkpoint; from_dict(s.config, s.to_dict()) == s."""
+        """Plain data for a checkpoint; from_dict(s.config, s.to_dict()) == s."""
         return copy.deepcopy({f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"})
 
     @classmethod
     def from_dict(cls, config: Any, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; `config` may be another. Raises ValueError naming keys that are missing or unknown."""
+        """Inverse of `to_dict`; `config` may differ. ValueError names missing or unknown keys."""
         if odd := sorted({f.name for f in fields(cls)} - {"config"} ^ data.keys()):
             raise ValueError(f"{cls.__name__} of the checkpoint is of another version: {', '.join(odd)}")
         return cls(config, **copy.deepcopy(dict(data)))
@@ -173,14 +172,14 @@ class State:
 
 @dataclass
 class RateLimiter(State):
-    """Lets one message of each kind through in `config` updates (since which), with how often it came `again`."""
+    """Passes one message of each kind in `config` updates, and counts repeats (`again`)."""
 
     config: int
     since: dict[str, int] = field(default_factory=dict)
     again: dict[str, int] = field(default_factory=dict)
 
     def filter(self, step: int, messages: Iterable[Message]) -> list[Message]:
-        """What of an update's messages a person is told."""
+        """The messages of an update to show."""
         passed = []
         for message in messages:
             kind = f"{message.event}:{message.subject}"
@@ -189,7 +188,7 @@ class RateLimiter(State):
                 self.again[kind] = self.again.get(kind, 0) + 1
                 continue
             if count := self.again.pop(kind, 0):
-                text = f"{message} ({count:,} times more after update {since:,})"
+                text = f"{message} ({count:,} more since update {since:,})"
                 message = Message(message.event, text, message.subject)
             self.since[kind] = step
             passed.append(message)

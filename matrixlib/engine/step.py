@@ -1,4 +1,4 @@
-"""One update: forward and backward over micro-batches, judge by one host read, apply or skip."""
+"""One update: forward and backward over micro-batches, one host read to judge it, then apply or skip."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from matrixlib.hardware.runtime import Runtime
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What one update computes. main: the terms that are not gated, which alone are those of the rows after `until`."""
+    """What one update computes. main: ungated terms, the only ones for rows after `until`."""
 
     task: Task
     batch: Batch
@@ -44,7 +44,7 @@ class UpdatePlan:
 
     @cached_property
     def totals(self) -> dict[str, int]:
-        """Items of each term, of all ranks; "" for rows. Made on the host while a GPU works on the first pass."""
+        """Items of each term over all ranks; "" for rows. Computed on the host while a GPU runs the first pass."""
         counts = self.task.counts(self.batch)
         if self.until < rows(self.batch):
             part = self.task.counts(slice_batch(self.batch, 0, self.until))
@@ -56,10 +56,10 @@ class Step:
     """Makes one update from one batch.
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
-    pass, halved when memory runs out), active (terms that are computed at all), gated (those that may be left out for a
-    while), auxiliary_terms (those that no held-out loss has), off (those switched off for good), schedule (learning
-    rate of each update), consistent (False while weights and counters are being changed: an error then leaves them
-    half-changed until `load_state_dict`). The random streams are its own.
+    pass, halved on OOM), active (terms computed), gated (terms that may be left out temporarily), auxiliary_terms
+    (terms without a held-out loss), off (terms switched off for good), schedule (update -> learning rate), consistent
+    (False while weights and counters change: an error then leaves them inconsistent until `load_state_dict`). It has
+    its own random streams.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Step:
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         parts: Parts = Parts(),  # noqa: B008 - frozen
     ) -> None:
-        """A step of a run of `steps` updates; the model goes to the device and into training mode."""
+        """A step of a run of `steps` updates; moves the model to the device and into training mode."""
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
         plain.train()
@@ -113,11 +113,10 @@ class Step:
         self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
 
     def __call__(self, batch: Batch) -> Stats:
-        """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite, nor by an
-        error while `consistent`. Raises ValueError when no parameter receives a gradient.
-        """
+        """One update from `batch` (host tensors, B rows). No weight or buffer changes if it is not finite, nor on an
+        error while `consistent`. ValueError if no parameter receives a gradient."""
         if self.dropout.enter(self.update / self.steps) and self.runtime.compile:
-            torch.compiler.reset()  # graphs hold the rates as constants; torch keeps eight, then runs without, silently
+            torch.compiler.reset()  # rates are constants in graphs, of which torch keeps eight
             self._untried = self.model is not unwrap(self.model)
         optim.copy_tensors(self._before, self._buffers)
         try:
@@ -127,7 +126,7 @@ class Step:
             if text := self.gate.leave_out(stats.left_out or 0):
                 messages.append(Message(Event.GATED, text, "rows"))
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
+            with contextlib.suppress(RuntimeError):  # a lost device; the original error says so
                 if self.consistent:
                     optim.copy_tensors(self._buffers, self._before)
                 self._close_scale(keep=True)
@@ -135,16 +134,16 @@ class Step:
         return replace(stats, messages=tuple(messages))
 
     def taught(self, batch: Batch) -> Batch:
-        """The batch, or a part of it, with what the teacher says of it, if there is one."""
+        """The batch (or part of it) with the teacher's outputs, if there is a teacher."""
         return batch if self.teacher is None else self.teacher(batch, self.update / max(1, self.steps - 1))
 
     def switch_off(self) -> frozenset[str]:
-        """Leave out the auxiliary_terms from now on; those that were still in force."""
+        """Disable the auxiliary terms for good; returns those that were on."""
         before, self.off = self.off, self.auxiliary_terms
         return self.auxiliary_terms - before
 
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """(tensors by group, plain data) of a checkpoint; of a sharded network all ranks ask, rank 0 gets tensors."""
+        """(tensors by group, plain data) for a checkpoint. Sharded: collective, rank 0 gets the tensors."""
         tensors = {
             "model": optim.named_tensors(self.model),
             "optimiser": optim.optimiser_tensors(self.optimiser, self.model),
@@ -167,7 +166,7 @@ class Step:
         return gather_full(tensors, self.ranks) if self.sharded else tensors, state
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
-        """Inverse of `state_dict`, but for a micro-batch halved since; ValueError for another optimiser's state."""
+        """Inverse of `state_dict`, except that a halved micro-batch stays. ValueError for another optimizer's state."""
         tensors, state = checkpoint.tensors, checkpoint.state
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
@@ -187,7 +186,7 @@ class Step:
         self.update, self.consistent = checkpoint.step, True
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
-        """Load an earlier state, with a smaller learning rate and the counts of the run as they are."""
+        """Load an earlier state with a smaller learning rate, keeping the run's counters."""
         health, off = self.health, self.off
         self.load_state_dict(checkpoint)
         self.off = off
@@ -203,9 +202,9 @@ class Step:
         return UpdatePlan(self.task, batch, weights, active - gated, until, self.ranks)
 
     def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[Message]]:
-        """Gradients in `.grad`; plan, sums on the device, messages. Repeated where memory or the compiler failed."""
+        """Gradients in `.grad`; returns plan, sums on the device, messages. Repeated on OOM or compiler failure."""
         messages: list[Message] = []
-        if not self.ranks.first:  # nothing of it is kept: a checkpoint knows of no ranks
+        if not self.ranks.first:  # not kept: checkpoints are independent of ranks
             self._streams = rng.of_rank(self.config.seed, self.ranks.rank, self.update, self.runtime.torch_device)
         while True:
             rng.restore(self._streams, self.runtime.torch_device)
@@ -228,7 +227,7 @@ class Step:
                 return plan, sums, messages
             # Outside of the except block: the traceback would keep the activations alive.
             optim.copy_tensors(self._buffers, self._before)
-            if problem == "compiler":  # an error of the model's own comes back without the compiler
+            if problem == "compiler":  # a real error of the model returns uncompiled
                 self.model = unwrap(self.model)
                 messages.append(Message(Event.COMPILER, f"torch.compile failed, going on without it: {text[:200]}"))
                 continue
@@ -239,7 +238,7 @@ class Step:
             messages.append(Message(Event.OUT_OF_MEMORY, text))
 
     def _judge(self, batch: Batch, plan: UpdatePlan, sums: dict[str, Tensor]) -> tuple[Stats, Tensor]:
-        """Read the numbers and decide: the stats and the gradients' norm."""
+        """Read the numbers and decide: stats and gradient norm."""
         self._unscaled = self.scaler.is_enabled()
         for optimiser in self._optimisers():
             self.scaler.unscale_(optimiser)
@@ -251,7 +250,7 @@ class Step:
         with self.clock.phase("read"):
             found = {"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums}
             wide = torch.float64 if any(value.dtype == torch.float64 for value in found.values()) else torch.float32
-            read = torch.stack([value.detach().to(wide) for value in found.values()]).tolist()  # in one transfer
+            read = torch.stack([value.detach().to(wide) for value in found.values()]).tolist()  # one transfer
             values = dict(zip(found, read, strict=True))
         norms = {name: values[name] if self.ranks.first else 0.0 for name in ("", "aside") if name in values}
         values = self.ranks.total(values | norms)
@@ -268,7 +267,7 @@ class Step:
             detail = f"not finite: loss of {', '.join(terms)}" if terms else ""
             detail = "; ".join(filter(None, [detail, str(gradient_report(self.model))]))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
-                # Whether a weight that is cut is finite only the rank with that part of it knows, and says more.
+                # Only the rank holding that part of a sharded weight knows whether it is finite.
                 detail += max(self.ranks.gather(self._first_nonfinite(batch, plan)), key=len)
         stats = Stats(
             step=self.update + 1,
@@ -297,7 +296,7 @@ class Step:
         return replace(stats, action=action, **counts_of_run), norm
 
     def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[Message]:
-        """Move the weights, or put the buffers back; messages."""
+        """Apply the update, or restore buffers; messages."""
         messages, moved = list[Message](), stats.action is Action.OK
         with self.clock.phase("optimiser"):
             if moved:
@@ -324,7 +323,7 @@ class Step:
         return messages
 
     def _close_scale(self, keep: bool) -> None:
-        """End the loss scale's part in an update. keep: leave it as it is, as a bad batch says nothing about it."""
+        """Finish the loss scaler's part of an update. keep: leave the scale, as a bad batch says nothing about it."""
         if self._unscaled:
             self.scaler.update(self.scaler.get_scale() if keep else None)
             self._unscaled = False
@@ -332,7 +331,7 @@ class Step:
     def _accumulate(self, batch: Batch, plan: UpdatePlan, timed: bool = True) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; sums of losses and metrics on the device."""
         sums, size, started = dict[str, Tensor](), rows(batch), time.monotonic()
-        # of ranks all ask for the totals together, before one may run out of memory
+        # collective, so before any rank may run out of memory
         total = plan.totals[""] if self.ranks.size > 1 else size
         for start, stop in self.reducer.passes(size, total, self.micro_batch):
             part = slice_batch(batch, start, stop)
@@ -342,12 +341,12 @@ class Step:
             if stop < size:
                 compiler.keep_gradients(self.runtime.compile, self._parameters)
             if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
-                synchronize(self.runtime.device)  # else the clock would see launches alone
+                synchronize(self.runtime.device)  # else only launches would be timed
                 self.gate.row_seconds = (time.monotonic() - started) / plan.until
         return sums
 
     def _pass(self, part: Batch, plan: UpdatePlan, active: frozenset[str]) -> dict[str, Tensor]:
-        """Forward and backward of one micro-batch's share of the update's weighted loss; detached sums by name."""
+        """Forward and backward of one micro-batch's share of the weighted loss; detached sums by name."""
         with self.clock.phase("copy"):
             part = to_device(part, self.runtime.torch_device)
         if self.teacher is not None:
@@ -358,7 +357,7 @@ class Step:
             with self.runtime.autocast():
                 losses, metrics = self.task.losses(self.model, part, active)
             assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
-            # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
+            # A term without items is multiplied by 0, not left out, to keep its graph.
             factors = {t: plan.weights[t] / plan.totals[t] if plan.totals[t] else 0.0 for t in sorted(losses)}
             total = torch.stack([losses[t] * factor for t, factor in factors.items()]).sum()
         if not total.requires_grad:
@@ -368,7 +367,7 @@ class Step:
         return {name: value.detach() for name, value in (losses | metrics).items()}
 
     def _first_nonfinite(self, batch: Batch, plan: UpdatePlan) -> str:
-        """Replay the update with a check on every module; the first that went bad, in words."""
+        """Replay the update with a check on every module; what first became non-finite, as text."""
         compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
         optim.copy_tensors(self._buffers, self._before)
         after = rng.capture(self.runtime.torch_device)
@@ -376,7 +375,7 @@ class Step:
         try:
             name = first_nonfinite(lambda: self._accumulate(batch, plan, timed=False), self.model)
         except (RuntimeError, MemoryError) as error:
-            if self.sharded or not out_of_memory(error):  # of a cut network the others wait in the middle of a pass
+            if self.sharded or not out_of_memory(error):  # other ranks of a sharded network wait inside a pass
                 raise
             name = "not named, as the replay ran out of memory"
         finally:
@@ -385,14 +384,14 @@ class Step:
         return f"; first: {name}" if name else ""
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
-        """Those that have something to do: the side optimiser may have had no part in the losses."""
+        """Those that have gradients: the side optimizer's parameters may not be in the loss."""
         idle = all(parameter.grad is None for parameter in self._side_parameters)
         return [self.optimiser] if self.side_optimizer is None or idle else [self.optimiser, self.side_optimizer]
 
 
 @contextlib.contextmanager
 def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
-    """A step with a fresh network, for updates before a run; random streams are afterwards as they were."""
+    """A step with a fresh network for trial updates before a run; random streams are restored."""
     streams = rng.capture(runtime.torch_device)
     try:
         yield Step(task, fresh_model(task), runtime, config, steps=1000)

@@ -1,4 +1,4 @@
-"""The seam between the engine and what is trained: everything the engine asks of a task."""
+"""The interface between the engine and what is trained."""
 
 from __future__ import annotations
 
@@ -20,65 +20,64 @@ Batch = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """What the engine trains. One contract test (tests/test_task_contract.py) runs over every task.
+    """What the engine trains. One contract test (tests/test_task_contract.py) covers every task.
 
-    A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or pixels, tokens) with a
-    usable target. Losses and metrics leave the task as SUMS over items: the engine adds those of the micro-batches and
-    divides once, by the item counts of the whole update.
+    A *term* is one part of the loss ("policy", "value", ...). Its *items* are the rows (or pixels, tokens) with a valid
+    target. Tasks return losses and metrics as SUMS over items: the engine adds up micro-batches and divides once, by
+    the item counts of the whole update.
     """
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weight of each term's mean in the total loss, one per term, >= 0; a term of weight 0 is not computed."""
+        """Weight (>= 0) of each term's mean in the total loss; terms of weight 0 are not computed."""
 
     @property
     def gated(self) -> frozenset[str]:
-        """Self-supervised terms: the engine may ramp them up and leave them out for a while (`gating`)."""
+        """SSL terms, which the engine may ramp up and leave out temporarily (`gating`)."""
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Stored rows to training arrays, augmented; runs in the loader's workers.
+        """Stored rows to training arrays, augmented; runs in loader workers.
 
-        `batch`: what the loader gathered, `records` (B,) structured and the task's ragged members. Returns arrays that
-        ALL have leading dimension B, none structured and none uint16/32/64 (torch can't collate or shift those). Every
-        random choice comes from `rng`. The leading size of each draw (random, integers, normal, standard_normal,
-        uniform) is B: of several ranks, each gets the numbers of its own rows.
+        batch: `records` (B,) structured, and the task's ragged members. Returns arrays with leading dimension B, none
+        structured, none uint16/32/64 (torch cannot collate or shift them). All randomness comes from `rng`, and each
+        draw (random, integers, normal, standard_normal, uniform) has leading size B, so that ranks get the numbers of
+        their own rows.
         """
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """The same without augmentation, for validation; `prepare` itself where nothing is augmented."""
+        """`prepare` without augmentation, for validation."""
 
     def build_model(self) -> nn.Module:
-        """A freshly initialised fp32 model on the CPU; the same for the same configuration and seed."""
+        """A new fp32 model on the CPU, a function of configuration and seed."""
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Let the layers of the gated terms work on `rows` rows at once, 0: all; what is in force, 0 = cannot."""
+        """Process `rows` rows of gated terms at once (0 = all); returns the value in force, 0 if unsupported."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Valid items of every term of `weights` in `batch`, on the host; the counts of slices add up."""
+        """Valid items of every term in `weights` of a host batch; counts of slices add up."""
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Forward pass of the terms in `active` over one micro-batch on the model's device.
+        """Forward pass of the `active` terms on one micro-batch on the model's device.
 
-        Returns (losses, metrics). `losses`: each term of `active` -> 0-d fp32 tensor, the SUM over that term's valid
-        items, with a gradient; a differentiable zero without any. `metrics`: "term/name" -> 0-d tensor without
-        gradient, the SUM over the same items. Softmax and losses are computed in fp32 whatever the autocast dtype.
-        Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
+        Returns (losses, metrics). losses: active term -> 0-d fp32 tensor with gradient, the SUM over its valid items, a
+        differentiable zero if there are none. metrics: "term/name" -> 0-d tensor without gradient, the SUM over the
+        same items. Softmax and losses are fp32 under any autocast dtype. No host reads (no .item(), no boolean indexing
+        of device tensors).
         """
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term whose bounds are known (chance, floor), SUMS over the items of a batch on the host. chance: the loss
-        of a freshly initialised network, e.g. ln(number of classes) per row. floor: the least that any network can
-        reach, e.g. the entropy of the (smoothed) targets. A teacher's `auxiliary_terms` have none.
-        """
+        """(chance, floor) of terms where known, SUMS over the items of a host batch. chance: the loss of a fresh
+        network, e.g. ln(number of classes) a row. floor: the lowest possible loss, e.g. the entropy of (smoothed)
+        targets. Not for a teacher's `auxiliary_terms`."""
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Raw outputs for statistics (name -> tensor of any shape); masked-out entries (-1e9, say) removed or NaN."""
+        """Raw outputs for statistics (name -> tensor); masked entries (-1e9, say) removed or NaN."""
 
 
 class Ungated:
-    """A task none of whose terms may be left out."""
+    """A task without gated terms."""
 
     gated: frozenset[str] = frozenset()
 
@@ -87,51 +86,52 @@ class Ungated:
 
 
 class Source(Protocol):
-    """Where the trainer's updates come from: batch i is a pure function of i and the skipped ranges."""
+    """A stream of training batches: batch i is a pure function of i and the skipped ranges."""
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Host batches of updates start..stop-1; closing the iterator gives its resources back."""
+        """Host batches of updates start..stop-1; close the iterator to free workers."""
 
     def unskipped_index(self, i: int) -> int:
-        """Number of batch i in the stream with nothing skipped."""
+        """Number of batch i in the stream without skips."""
 
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> Source:
-        """The same stream without the batches of these unskipped ranges (start, stop)."""
+        """The same stream without these unskipped ranges (start, stop)."""
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the last batch: seconds to `prepare` it in a worker, how many lay `ready` behind it; {} = no workers."""
+        """Of the last batch: worker seconds to `prepare` it, number of batches `ready` in the queue; {} without
+        workers."""
 
 
 class Data(Protocol):
-    """What a run trains on and is judged by. phase: of its curriculum; the whole data without one."""
+    """Training and held-out data of a run. phase: of its curriculum; None = all data."""
 
     def batches(self, phase: Phase | None = None) -> tuple[Task, Source]:
-        """The task that prepares and scores the training batches, and where these come from."""
+        """The task that prepares and scores training batches, and their source."""
 
     def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Batch]:
-        """Host batches of the fixed "sample" of the held-out rows or of the "full" set; empty where there are none."""
+        """Host batches of held-out rows, the fixed "sample" or the "full" set; empty if there are none."""
 
     def records(self, source: Source, batches: Sequence[int], folder: Path) -> None:
-        """Keep the stored rows of these unskipped batch numbers in `folder`, after a blow-up."""
+        """Store the raw rows of these unskipped batches in `folder`, as evidence."""
 
 
 class Teacher(Protocol):
-    """A frozen network that a task's losses need; no part of the model, of a checkpoint or of the loader's workers."""
+    """A frozen network that a task's losses need; not part of the model, its checkpoints or loader workers."""
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """Its `name`, the `sha256` of its file and the `runtime` that it computes in, for run.json and checkpoints."""
+        """Its `name`, `sha256` of its file and `runtime`, for run.json and checkpoints."""
 
     @property
     def auxiliary_terms(self) -> frozenset[str]:
-        """Terms that no held-out loss has; where it becomes clearly worse they are switched off for good."""
+        """Terms without a held-out loss; switched off for good if the held-out loss becomes clearly worse."""
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
-        """The batch with what the network says of its rows. progress: share of the training, None of held-out rows."""
+        """The batch with the teacher's outputs. progress: share of the training done, None for held-out rows."""
 
 
 def rows(batch: Mapping[str, Any]) -> int:
-    """Leading dimension B of a batch of tensors or arrays; ValueError when it is empty or they disagree."""
+    """Leading dimension B of a batch; ValueError if empty or inconsistent."""
     sizes = {name: len(value) for name, value in batch.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"every array of a batch needs the same leading dimension, got {sizes}")
@@ -144,10 +144,10 @@ def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; the copy runs beside the computation where the host tensors are pinned."""
+    """The batch on `device`; asynchronous if the host tensors are pinned."""
     return {name: value.to(device, non_blocking=backend.copies_overlap(value, device)) for name, value in batch.items()}
 
 
 def active_terms(task: Task) -> frozenset[str]:
-    """Terms with a weight above 0: those that are computed at all."""
+    """Terms of weight above 0, which are computed."""
     return frozenset(term for term, weight in task.weights.items() if weight > 0)

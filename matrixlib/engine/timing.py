@@ -1,4 +1,4 @@
-"""Where the time of a training goes: seconds of each phase of an update, their table, and a word when data is late."""
+"""Where training time goes: seconds by phase of an update, and a warning when the loader is too slow."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("wait", "copy", "teacher", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
-"""wait: for the loader. copy: host to device. teacher: what a frozen network says of the rows. read: the one host read
-of an update, which waits for the device."""
+"""wait: for the loader. copy: host to device. teacher: its forward pass. read: the one host read of an update, which
+waits for the device."""
 ON_DEVICE = ("copy", "teacher", "forward", "backward", "optimiser")
 BETWEEN = ("validation", "checkpoint")
-"""Between two updates, and not in their seconds."""
+"""Between updates, not part of their seconds."""
 TRACED, RATE_UPDATES = 3, 20
 """Updates in a trace; that the throughput is measured over."""
 STARVED_SHARE, STARVED_UPDATES, FIRST_UPDATES = 0.2, 100, 20
@@ -30,14 +30,14 @@ STARVED_SHARE, STARVED_UPDATES, FIRST_UPDATES = 0.2, 100, 20
 
 
 class Pace:
-    """Rows per second over the last updates, waiting for data included; and a word when training waits for data."""
+    """Throughput in rows/s over recent updates, data wait included; warns when training waits for data."""
 
     def __init__(self, workers: int, prefetch: int) -> None:
         self._workers, self._prefetch, self._count = workers, prefetch, 0
         self._updates: deque[tuple[int, float, float]] = deque(maxlen=STARVED_UPDATES)
 
     def add(self, rows: int, seconds: float, waited: float) -> tuple[float, str]:
-        """Take in an update that took `seconds`, `waited` of them for its batch; (rows per second, a warning or "")."""
+        """Record an update that took `seconds`, `waited` of them for its batch; (rows/s, a warning or "")."""
         self._updates.append((rows, seconds, waited))
         self._count += 1
         latest = list(self._updates)[-RATE_UPDATES:]
@@ -51,7 +51,7 @@ class Pace:
 
 
 class Clock:
-    """Adds up the seconds of phases: on a GPU by events, maybe one update late; elsewhere by the host's clock."""
+    """Seconds by phase: on a GPU by events, possibly one update late; elsewhere by the host clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,7 +60,7 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is done inside the context; not counted if it fails."""
+        """Time the context; not counted if it fails."""
         start = backend.timing_event(self._device) if name in ON_DEVICE else None
         if start is None:
             began = time.perf_counter()
@@ -74,7 +74,7 @@ class Clock:
         self._events.append((name, start, stop))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the last call."""
+        """Seconds by phase since the last call."""
         while self._events and self._events[0][2].query():
             name, start, stop = self._events.popleft()
             self._add(name, start.elapsed_time(stop) / 1000)
@@ -86,7 +86,7 @@ class Clock:
 
 
 def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
-    """The same updates; the `TRACED` that follow update `after` (0 = none) are recorded as a Chrome trace."""
+    """The same updates; the `TRACED` after update `after` (0 = none) are recorded as a Chrome trace."""
     with contextlib.ExitStack() as stack:
         recorder: torch.profiler.profile | None = None
         for stats in updates:
@@ -102,10 +102,9 @@ def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Seconds of each phase in each row of metrics.jsonl, NaN where it did not happen; `other` is the rest of the
-    updates' own time. Saving stands in the row after it. Where a GPU worked while the host did something else, `read`
-    is the wait for phases that are counted themselves; what is still too much is taken from all alike.
-    """
+    """Seconds of each phase by row of metrics.jsonl, NaN where absent; `other` is the rest of the update. Checkpoints
+    appear in the next row. Where a GPU works while the host is elsewhere, `read` waits for phases counted by
+    themselves; any excess is removed proportionally."""
     import pandas as pd
 
     frame = pd.DataFrame([row.get("times", {}) for row in rows], [row["step"] for row in rows], dtype=float)

@@ -1,4 +1,4 @@
-"""The training loop of a run: updates, validation, statistics, checkpoints, rollbacks; it resumes bit for bit."""
+"""The training loop: updates, validation, diagnostics, checkpoints, rollbacks; resuming is bit-exact."""
 
 import math
 import time
@@ -32,17 +32,16 @@ from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_bel
 from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
 
-MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between two checks of the memory, and between two that are logged
-MESSAGES_OF_A_KIND = 20  # at most, in a run
+MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between memory checks, and between logged ones
+MESSAGES_OF_A_KIND = 20  # rate limit, in a run
 Hook = Callable[[Stats, Batch], None]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a trainer works with. folder: gets heartbeat.json and evidence/. steps: updates of the whole run.
-    state_extra: JSON data that every checkpoint also holds. hooks: (function, every): called with the stats and the
-    host batch of every so many updates; 0 = never. ranks: that train together; the first alone writes.
-    """
+    """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run.
+    state_extra: JSON data stored in every checkpoint. hooks: (function, every), called with stats and host batch every
+    `every` updates; 0 = never. ranks: rank 0 writes files."""
 
     task: Task
     model: nn.Module
@@ -62,13 +61,12 @@ class Context:
 
 
 class Trainer:
-    """Trains one model to its last update. Build, `resume`, then iterate over `train`.
+    """Trains one model to its last update. Construct, `resume`, then iterate over `train`.
 
-    Attributes: model (plain module, raw weights), optimizer, schedule (update -> rate, before what rollbacks and
-    plateaus take off it), ema (averages of the model, or None), step (updates done), initial (the first losses beside
-    chance level), gradients (those of the first update that look wrong; None in a resumed process), messages (warnings
-    so far), peak (rows a second at the device's whole matrix rate, where known), curriculum, skip (ranges of batches
-    that are left out).
+    Attributes: model (plain module, raw weights), optimizer, schedule (update -> rate, before cuts by rollbacks and
+    plateaus), ema (average, or None), step (updates done), initial (first losses against chance), gradients (report of
+    the first update; None in a resumed process), messages (warnings so far), peak (rows/s at the device's matrix rate,
+    if known), curriculum, skip (skipped ranges of batches).
     """
 
     def __init__(self, context: Context) -> None:
@@ -84,28 +82,28 @@ class Trainer:
         self.model = optim.unwrap(self._step.model)
         self.optimizer, self.schedule = self._step.optimiser, self._step.schedule
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
-        self._is_reporter = ranks.first or self._step.sharded  # whether this process has a part in measuring
+        self._is_reporter = ranks.first or self._step.sharded  # whether this process takes part in validation
         self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
         self._norms, self._pace = deque[float](maxlen=WINDOW), Pace(runtime.workers, runtime.prefetch)
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
         self.gradients: diagnostics.GradientReport | None = None
-        self._fresh = not config.train.init  # False where training begins with weights of another run
+        self._fresh = not config.train.init  # False for pretrained weights
         self._limiter = RateLimiter(max(config.train.statistics_interval, self.steps // MESSAGES_OF_A_KIND))
-        self._rollback: tuple[Message, ...] = ()  # the message of one, for the next row: its own was cut off
+        self._rollback: tuple[Message, ...] = ()  # for the next row: its own was truncated
         self._extra: dict[str, float] = {}
         self._seconds, self._heartbeat_at = 0.0, -math.inf  # seconds of the last update
-        self._consistent = True  # False between the moving of the weights and the end of all that hangs on it
+        self._consistent = True  # False between applying an update and finishing its bookkeeping
 
     @property
     def stop_reason(self) -> str:
-        """Why training ends before its last update; "" while it does not."""
+        """Why training ends early; "" while it does not."""
         return self._cadence.stop
 
     @property
     def adapted(self) -> bool:
-        """Whether this machine's memory or clock has changed how the run computes."""
+        """Whether this machine's memory or clock changed how the run computes."""
         clock = self.config.validation.interval == "auto" or (self._saving.by_clock and self._step.health.rollbacks)
         return bool(clock or self._chunk.changes or self._step.micro_batch < self.runtime.micro_batch)
 
@@ -119,17 +117,16 @@ class Trainer:
 
     @property
     def left_behind(self) -> bool:
-        """Whether there is a checkpoint that this trainer has neither written nor read."""
+        """Whether a checkpoint exists that this trainer neither wrote nor read."""
         return max(self.checkpoints.steps(), default=-1) > self._saving.step
 
     def log(self, name: str, value: float) -> None:
-        """Put a number of the user's own into the next row of metrics.jsonl, as `extra/<name>`."""
+        """Add the user's own number to the next row of metrics.jsonl, as `extra/<name>`."""
         self._extra[name] = float(value)
 
     def resume(self) -> int:
-        """Go on from the newest whole checkpoint, to which metrics.jsonl is cut back; its update count, 0 without one.
-        CheckpointError when every checkpoint is damaged or the newest whole one is of another model.
-        """
+        """Resume from the newest intact checkpoint and truncate metrics.jsonl to it; returns its update count, 0
+        without one. CheckpointError if every checkpoint is corrupt, or the newest intact one is of another model."""
         checkpoint = newest(self.ranks, self.checkpoints)
         if checkpoint is None:
             self.metrics.truncate_to(0)
@@ -137,7 +134,7 @@ class Trainer:
         try:
             self._step.load_state_dict(checkpoint)
             self._restore(checkpoint)
-            self._chunk = Chunk(**checkpoint.state["chunk"])  # a rollback keeps the chunk that memory needs now
+            self._chunk = Chunk(**checkpoint.state["chunk"])  # a rollback keeps the current chunk
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring back"
             raise CheckpointError(f"{text} the configuration it was made with") from error
@@ -145,7 +142,7 @@ class Trainer:
         return checkpoint.step
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin with these weights (names of the model's state), the averaged ones too; ValueError after an update."""
+        """Start from these weights (names of the model's state), averages too; ValueError after an update."""
         if self.step:
             raise ValueError(f"the run has made {self.step} updates; weights are given before the first one")
         optim.load_tensors(self.model, tensors)
@@ -154,29 +151,31 @@ class Trainer:
             self.ema.load_state_dict(optim.named_tensors(self.model), 0)
 
     def train(self, stop: int | None = None) -> Generator[Stats]:
-        """Updates up to `stop` (default: the last one); yields after each.
+        """Train up to `stop` (default: the last update); yields after each update.
 
-        However it ends, also by Ctrl-C, SIGTERM, an error in an update or the caller's leaving the loop, the state
-        after the last whole update has been saved; of a sharded network only where all ranks end. TrainingHalted and an
-        error after the weights moved leave the last one on disk. After a rollback the next stats are of an earlier
-        update. Raises at once ValueError for a target loss that cannot be reached, CheckpointError where the disk has
-        no room; TrainingHalted when the run cannot be kept stable.
+        However it ends (Ctrl-C, SIGTERM, an error, leaving the loop), the state after the last complete update is
+        saved; sharded networks only if all ranks end. TrainingHalted, and an error after weights moved, keep the last
+        checkpoint. After a rollback the next stats are of an earlier update. Raises at once ValueError for an
+        unreachable target loss, CheckpointError if the disk is too small; TrainingHalted if the run cannot be kept
+        stable.
         """
         if target := self.config.validation.target_loss:
             batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
             refuse_below_floor(target, self.task, batches, active, self.ranks)
-        size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
+        size = (3 + (self.ema is not None)) * sum(
+            t.nbytes for t in self.model.state_dict().values()
+        )  # with optimizer state
         self.checkpoints.require_room(size, self.steps)
         return self._updates(stop)
 
     def _updates(self, stop: int | None) -> Generator[Stats]:
-        if not self._between_updates and not self.resume() and not self._between_updates:  # broken off half-way
+        if not self._between_updates and not self.resume() and not self._between_updates:  # interrupted half-way
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
         self._memory.begin()
         self.write_heartbeat("training", force=True)
         self._advance()
-        # around what the caller does with the stats, too: else an interrupt there would end this from outside, unheard
+        # also around the caller's code: an interrupt there would close this generator before it is handled
         with deferred() as signals:
             yield from self._loop(self.steps if stop is None else min(stop, self.steps), signals)
 
@@ -188,7 +187,7 @@ class Trainer:
                 with self.ranks.collective(certain=False) if self._step.sharded else nullcontext():
                     stats = self._update(source)
                 if self._advance() or stats.action is Action.ROLLBACK:
-                    source.close()  # with the batches that it has made ahead
+                    source.close()  # drops prefetched batches
                     source = self._open(last)
                 if self.ranks.size == 1:
                     signals.check()
@@ -197,20 +196,20 @@ class Trainer:
             if self._unsaved:
                 self.save()
             self.checkpoints.join()
-            if self._extra:  # logged after the last update: it goes into that one's row
+            if self._extra:  # logged after the last update: add to its row
                 self.metrics.write({"step": self.step, "micro_step": self.micro_step, "extra": dict(self._extra)})
         except BaseException as error:
-            if not isinstance(error, TrainingHalted):  # whose state is not worth keeping
+            if not isinstance(error, TrainingHalted):  # its state is useless
                 self._rescue(error, signals)
             try:
                 self.write_heartbeat("stopped", force=True)
-            except OSError as failed:  # such as a full disk, which may well be what ended the run
+            except OSError as failed:  # a full disk, say, which may have ended the run
                 error.add_note(f"heartbeat.json could not be written: {failed}")
             raise
         else:
             self.write_heartbeat("stopped", force=True)
         finally:
-            source.close()  # ends the loader's workers
+            source.close()  # stops loader workers
 
     def _open(self, last: int) -> Generator[Batch]:
         yield from self._source.batches(self.step, last) if self.step < last else ()
@@ -218,7 +217,7 @@ class Trainer:
     # One update
 
     def _update(self, source: Iterator[Batch]) -> Stats:
-        """One update and all that hangs on it."""
+        """One update and everything that follows it."""
         started = time.perf_counter()
         with self._step.clock.phase("wait"):
             batch = next(source, None)
@@ -229,10 +228,10 @@ class Trainer:
         stats = self._step(batch)
         self._consistent = False
         self._seconds = time.perf_counter() - started
-        if self.config.validation.interval == "auto":  # whose time decides when the next one is
+        if self.config.validation.interval == "auto":  # timed, to schedule the next one
             self._seconds = self.ranks.same(self._seconds)
         self.step, self.micro_step = stats.step, self.micro_step + stats.passes
-        if math.isfinite(stats.grad_norm):  # health counts the others, and one would poison the quantiles
+        if math.isfinite(stats.grad_norm):  # non-finite ones would poison the quantiles
             self._norms.append(stats.grad_norm)
         stats, target = self._decide(stats)
         health, messages = self._step.health, list(stats.messages)
@@ -249,7 +248,7 @@ class Trainer:
         stats = self._complete(stats, messages, validation, halted)
         for hook, every in self.context.hooks:
             if every and self.step % every == 0:
-                hook(stats, batch)  # may `log`, too
+                hook(stats, batch)  # may call `log`
         row = replace(stats, extra=dict(self._extra) or None, messages=self._rollback + stats.messages)
         self._rollback, self._extra = (), {}
         happened = row.action is not Action.OK or row.messages or row.extra or row.validation or row.statistics
@@ -268,7 +267,7 @@ class Trainer:
         return stats
 
     def _decide(self, stats: Stats) -> tuple[Stats, int | None]:
-        """The stats with the action in force (HALT or SKIP without a good checkpoint) and a rollback's target."""
+        """The stats with the action in force (HALT, or SKIP without a good checkpoint), and a rollback's target."""
         if stats.action is not Action.ROLLBACK:
             return stats, None
         self.checkpoints.join()
@@ -280,7 +279,7 @@ class Trainer:
         return replace(stats, action=Action.SKIP, skipped=health.skipped), None
 
     def _complete(self, stats: Stats, messages: list[Message], validation: Validation | None, halted: str) -> Stats:
-        """The stats with what the trainer knows. halted: why the run ends here, "" = it does not."""
+        """The stats with the trainer's fields. halted: why the run ends here, "" if not."""
         times = self._step.clock.take()
         throughput, late = self._pace.add(stats.rows, self._seconds, times["wait"])
         messages += [Message(Event.WAITING_FOR_DATA, late)] if late else []
@@ -303,7 +302,7 @@ class Trainer:
         )
 
     def _check_memory(self) -> list[Message]:
-        """Where memory is tight, the self-supervised terms work on fewer rows at once."""
+        """Check memory; under pressure SSL terms process fewer rows at once."""
         if self.step % MEMORY_UPDATES:
             return []
         messages = self._memory.check(self.step)
@@ -315,7 +314,7 @@ class Trainer:
         return messages
 
     def _validate(self, messages: list[Message]) -> Validation | None:
-        """Validation with the averaged weights, if it is due and there is held-out data."""
+        """Validate with the evaluation weights, if due and there is held-out data."""
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
@@ -341,7 +340,7 @@ class Trainer:
     # Phases, rollbacks and checkpoints
 
     def _advance(self, restored: bool = False) -> bool:
-        """Go on to the phase of the next update (restored: of a checkpoint); True where it is another than before."""
+        """Enter the phase of the next update (restored: from a checkpoint); True if it changed."""
         if self.curriculum is None:
             return False
         changed = not restored and self.curriculum.advance(self.step, self.steps)
@@ -356,17 +355,17 @@ class Trainer:
         return changed
 
     def _roll_back(self, target: int) -> Message:
-        """Go back to the checkpoint of `target` updates or an older one, past the bad batches; in words."""
+        """Roll back to the checkpoint of `target` or older, skipping the bad batches; returns the message."""
         health = self._step.health
         start, stop = self._source.unskipped_index(health.onset), self._source.unskipped_index(self.step - 1) + 1
-        skip = sorted([*self.skip, (start, stop)])  # also those that a checkpoint from before them does not know
+        skip = sorted([*self.skip, (start, stop)])  # the checkpoint may predate some
         where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
         checkpoint = newest(self.ranks, self.checkpoints, target)
         assert checkpoint is not None, "newest raises where every checkpoint is damaged"
         self._step.roll_back(checkpoint)
         self._restore(checkpoint)
         self.skip, self._source = skip, self._source.skipping(skip)
-        self.ranks.gather(None)  # all have read it
+        self.ranks.gather(None)  # barrier: all have read it
         if self.ranks.first:
             self.checkpoints.discard_after(checkpoint.step)
         return Message(
@@ -382,7 +381,7 @@ class Trainer:
         return keep_evidence(self._folder, action, self.step, health, rows, self._source, self.context.data)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """The state of a checkpoint but for the step's; metrics.jsonl is cut back to it."""
+        """Restore a checkpoint except for the step's state; truncates metrics.jsonl."""
         state = checkpoint.state
         self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
         self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
@@ -400,9 +399,8 @@ class Trainer:
         self.metrics.truncate_to(checkpoint.step)
 
     def save(self, best: float | None = None, renew: bool = True) -> Path:
-        """Write a checkpoint in the background, between two updates; of a sharded network by all ranks. best: the loss
-        that makes it the best one. renew: make the averaged weights' statistics anew.
-        """
+        """Write a checkpoint in the background, between updates; collective if sharded. best: loss that makes it the
+        best. renew: recompute BatchNorm statistics of the average."""
         assert self._between_updates, "a half-made update cannot be saved"
         if self.ranks.first and renew:
             self._eval_weights.renew(self._source)
@@ -423,7 +421,7 @@ class Trainer:
             "messages": self._limiter.to_dict(),
         }
         assert not state.keys() & self.context.state_extra.keys(), "state_extra uses a name of the trainer's"
-        self.metrics.sync()  # else the log could end before the checkpoint after a power loss
+        self.metrics.sync()  # the log must not end before the checkpoint after a power loss
         health = self._step.health
         spare = None if health.steady else health.target(self.checkpoints.steps())
         state = {**self.context.state_extra, **state}
@@ -432,38 +430,38 @@ class Trainer:
         return path
 
     def evaluation_model(self) -> nn.Module | None:
-        """A frozen copy of the model with the averaged weights in eval mode. All ranks ask for it, rank 0 gets it."""
+        """A frozen copy with the averaged weights in eval mode. Collective; rank 0 gets it."""
         return self._eval_weights.network(self._source)
 
     def _checkpoint(self, validation: Validation | None) -> None:
-        """Save where one is due; in trouble the interval's waits, as a saved state is worth going back to."""
+        """Save if due; during instability interval saves wait, as checkpoints must be worth rolling back to."""
         best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
         due = self._step.health.steady and self._saving.due(self.step)
-        due = self.ranks.same(due) if self._step.sharded else due  # a clock may ask for it, and all have a part in it
+        due = self.ranks.same(due) if self._step.sharded else due  # clocks differ between ranks
         if best or due or self.step == self.steps or self.stop_reason:
             with self._step.clock.phase("checkpoint"):
                 self.save(best=self._cadence.best if best else None)
 
     def _rescue(self, error: BaseException, signals: Signals) -> None:
-        """Save what is whole before the run ends early; a failure of that is added to the error."""
+        """Save the consistent state before an early end; a failure to do so is added to the error."""
         try:
             self.checkpoints.join()
-        except CheckpointError as failed:  # of an earlier save
+        except CheckpointError as failed:  # an earlier save failed
             error.add_note(str(failed))
             self._saving.done(-1)
         try:
-            # of a sharded network the other ranks do not come to give their parts
+            # sharded: the other ranks do not take part
             if self._unsaved and (signals.agreed or not self._step.sharded):
-                self.save(renew=not isinstance(error, Exception))  # data or device may be what failed
+                self.save(renew=not isinstance(error, Exception))  # data or device may have failed
             self.checkpoints.join()
-        except (CheckpointError, LostRank, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
+        except (CheckpointError, LostRank, OSError, RuntimeError) as failed:  # RuntimeError: a lost device
             error.add_note(str(failed))
         last = max(self.checkpoints.steps(), default=-1)
         where = f"from the checkpoint of update {last}" if last >= 0 else "from the start"
         error.add_note(f"stopped after {self.step} updates; the same command or notebook goes on {where}")
 
     def write_heartbeat(self, phase: str, force: bool = False) -> None:
-        """heartbeat.json: proof that the main loop is alive (no thread writes it), every `train.heartbeat_seconds`."""
+        """heartbeat.json, every `train.heartbeat_seconds`, by the main loop (no thread): proof of progress."""
         now, interval = time.monotonic(), self.config.train.heartbeat_seconds
         if self.ranks.first and (force or now - self._heartbeat_at >= interval):
             self._heartbeat_at = now

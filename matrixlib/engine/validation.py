@@ -1,4 +1,4 @@
-"""Validation: when it is due, what it measures, and what follows from it (best, early stop, target)."""
+"""Validation: when it is due, what it measures, and its consequences (best, early stop, target)."""
 
 import math
 import time
@@ -20,15 +20,15 @@ from matrixlib.engine.task import Batch, Data, Task, to_device
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.progress import live_bar
 
-CLEARLY = 1.1  # times the least held-out loss so far, above which terms that were to help are switched off
+CLEARLY = 1.1  # times the lowest held-out loss, above which auxiliary terms are switched off
 ALONE = Ranks()
-FIRST_AUTO = 20  # updates before the first validation, and at least between two, where `validation.interval` is `auto`
+FIRST_AUTO = 20  # updates before the first validation, and fewest between two, with interval `auto`
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation. kind: "sample" or "full". loss: weighted total of `losses`, the means over items by term.
-    metrics: means by "term/name". counts: items by term; terms without any stand there alone."""
+    """One validation. kind: "sample" or "full". loss: weighted total of `losses`, means over items by term. metrics:
+    means by "term/name". counts: items by term, also of terms without items."""
 
     kind: str
     loss: float
@@ -40,7 +40,7 @@ class Validation:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and inference mode inside the context; afterwards every module's mode is as it was."""
+    """Context in eval and inference mode; restores every module's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -62,10 +62,10 @@ def validate(
     passes: OomBackoff | None = None,
     ranks: Ranks = ALONE,
 ) -> Validation | None:
-    """Losses and metrics of `model` over `batches` (host tensors), of all ranks together; None where there is no batch.
+    """Losses and metrics of `model` over host `batches`, of all ranks together; None without batches.
 
-    Sums stay on the device (float64 where it has that) and are read once. beat: called after each batch. passes: how
-    batches are cut where memory runs out, for the validations to come as well.
+    Sums stay on the device (float64 if supported) and are read once. beat: called after each batch. passes:
+    out-of-memory backoff, kept for later validations.
     """
     started = time.perf_counter()
     device = runtime.torch_device
@@ -102,7 +102,7 @@ def validate(
 
 
 class HeldOut:
-    """What a run is judged by. The sample is made once and kept on the host. ranks: each has rows of its own."""
+    """Held-out data of a run. The sample is prepared once and kept on the host. ranks: each has its own rows."""
 
     def __init__(self, task: Task, data: Data, runtime: Runtime, ranks: Ranks = ALONE) -> None:
         self._task, self._data, self._runtime, self._ranks = task, data, runtime, ranks
@@ -111,7 +111,7 @@ class HeldOut:
         self.passes = OomBackoff()
 
     def batches(self, kind: str) -> Iterable[Batch]:
-        """Of the "sample" or of the "full" set."""
+        """Batches of the "sample" or the "full" set."""
         if kind == "full":
             return self._data.held_out(kind)
         if self._sample is None:
@@ -119,13 +119,13 @@ class HeldOut:
         return self._sample
 
     def enter(self, task: Task, phase: Phase) -> None:
-        """From now on kind "phase" is the sample of this phase of the curriculum, scored by `task`."""
+        """From now on kind "phase" is the sample of this phase, scored by `task`."""
         self._phase = task, list(self._data.held_out("sample", phase))
 
     def measure(
         self, kind: str, model: nn.Module, active: frozenset[str], beat: Callable[[], None] = lambda: None
     ) -> Validation | None:
-        """One validation, "sample", "full" (with a bar) or "phase"; None where nothing is held out."""
+        """One validation, "sample", "full" (with a progress bar) or "phase"; None without held-out data."""
         task, batches = self._phase if kind == "phase" else (self._task, self.batches(kind))
         if kind == "full":
             total = length_hint(batches) or None
@@ -136,7 +136,7 @@ class HeldOut:
 def refuse_below_floor(
     target: float, task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE
 ) -> None:
-    """ValueError when no network can reach validation.target_loss on the `batches` of all ranks, or there are none."""
+    """ValueError if validation.target_loss is below the floor over the `batches` of all ranks, or there are none."""
     floors, counts = Counter[str](), Counter[str]()
     for batch in batches:
         counts.update(task.counts(batch))
@@ -154,10 +154,10 @@ def refuse_below_floor(
 
 @dataclass
 class Cadence(State):
-    """When to validate and when to stop. due_at: update count of the next validation. done: how many there were. stale,
-    full_stale: those, and full ones, since the last improvement of their kind. reference: loss by kind to be beaten by
-    `min_delta`. best, best_at: lowest full loss and its update count. updating, validating: seconds so far, for an
-    interval of `auto`; seconds: of the last validation by kind."""
+    """When to validate and when to stop. due_at: update of the next validation. done: validations so far. stale,
+    full_stale: since the last improvement, of any kind and full. reference: loss by kind to beat by `min_delta`. best,
+    best_at: lowest full loss and its update. updating, validating: seconds so far, for interval `auto`; seconds: of the
+    last validation by kind."""
 
     config: ValidationConfig
     due_at: int = 0
@@ -177,8 +177,8 @@ class Cadence(State):
         self.due_at = self.due_at or (FIRST_AUTO if interval == "auto" else interval)
 
     def updated(self, seconds: float) -> None:
-        """Take in the time of an update."""
-        if self.config.interval == "auto":  # else no state hangs on a clock
+        """Record the time of an update."""
+        if self.config.interval == "auto":  # other modes keep no clock in their state
             self.updating += seconds
 
     def due(self, updates: int, steps: int) -> str | None:
@@ -191,7 +191,7 @@ class Cadence(State):
         return "full" if (self.done + 1) % self.config.full_every == 0 else "sample"
 
     def _interval(self, updates: int, kind: str, seconds: float) -> int:
-        """Updates to the next validation: where all of them, it included, take `share` of the time."""
+        """Updates to the next validation, such that validations (it included) take `share` of the time."""
         if self.config.interval != "auto":
             return self.config.interval
         self.validating += seconds
@@ -203,14 +203,14 @@ class Cadence(State):
         return max(FIRST_AUTO, math.ceil((enough - self.updating) / pace)) if pace else FIRST_AUTO
 
     def record(self, updates: int, kind: str, loss: float, seconds: float = 0.0) -> bool:
-        """Take in a validation loss and the time it took; True when it is the best full one yet."""
+        """Record a validation loss and its time; True if it is the best full one so far."""
         config = self.config
         self.done += 1
         before = self.reference.get(kind)
         improved = math.isfinite(loss) and (before is None or loss < before - config.min_delta)
         if improved:
             self.reference[kind] = loss
-        # The first of a kind has nothing to compare with: it says nothing about a plateau.
+        # The first of a kind has no reference, so it does not count towards a plateau.
         self.stale = (0 if improved else self.stale + 1) if before is not None else self.stale
         rarer = config.plateau_factor if config.plateau and self.stale >= config.plateau else 1
         self.due_at = updates + self._interval(updates, kind, seconds) * rarer
@@ -224,12 +224,12 @@ class Cadence(State):
         return best
 
     def clearly_worse(self, kind: str, loss: float) -> bool:
-        """Whether a validation loss lies far above the least of its kind so far, or is not finite."""
+        """Whether a validation loss is far above the lowest of its kind, or not finite."""
         return kind in self.reference and not loss <= CLEARLY * self.reference[kind]
 
     @property
     def stop(self) -> str:
-        """Why training should end, "" while it should not; a changed configuration judges anew."""
+        """Why training should end, "" if not; uses the current configuration."""
         config = self.config
         if config.target_loss and self.last is not None and self.last <= config.target_loss:
             return f"target loss {config.target_loss:g} reached: {self.last:.4f}"
