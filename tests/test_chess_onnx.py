@@ -154,7 +154,7 @@ def test_a_file_of_ours_opens_as_a_network(exported: tuple[Net, Path], tmp_path:
     with pytest.raises(ValueError, match="not written as ONNX"):
         get_task("chess").export(again, tmp_path / "out.onnx")
     (tmp_path / "cut.onnx").write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"cut\.onnx is no ONNX file that can be read"):
+    with pytest.raises(ValueError, match=r"cut\.onnx cannot be read as ONNX"):
         matrixlib.load(tmp_path / "cut.onnx")
 
 

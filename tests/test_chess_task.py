@@ -248,7 +248,7 @@ def test_illegal_target_mass_is_found(rows: Rows) -> None:
     batch["policy_index"][3, place] = next(index for index in range(4672) if index not in batch["policy_index"][3])
     (problem,) = TASK.label_problems(task(), batch)
     share = batch["policy_weight"][3, place]
-    assert problem.startswith(f"1 of 96 positions have target mass on illegal moves (up to {share:.1%})")
+    assert problem.startswith(f"1 of 96 positions have policy targets on illegal moves (up to {share:.1%})")
 
 
 def test_the_same_seed_builds_the_same_network_and_disturbs_no_stream() -> None:
@@ -396,7 +396,7 @@ def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
 @pytest.mark.parametrize(
     "parts, problem",
     [
-        ({"trunk": lambda config: nn.Conv2d(19, 5, 3)}, r"trunk: it makes \(1, 5, 6, 6\)"),
+        ({"trunk": lambda config: nn.Conv2d(19, 5, 3)}, r"trunk: its output for one position is \(1, 5, 6, 6\)"),
         ({"heads": (Mobility(), Mobility())}, "heads: the name 'mobility' is taken"),
         ({"loss_functions": {"value": lambda outputs, batch: outputs["value"]}}, "'value' must return a 0-d tensor"),
     ],

@@ -264,9 +264,9 @@ def test_opponents_of_one_name_stay_apart(tmp_path: Path) -> None:
         lc0_files.save(path, lc0_files.network())
     given = [str(path) for path in paths]
     assert list(strength.load_opponents(given, "cpu")) == [*given[:2], "own.pb.gz"]
-    with pytest.raises(ValueError, match=r"opponents: '.*own.pb.gz' stands there twice"):
+    with pytest.raises(ValueError, match=r"opponents: '.*own.pb.gz' is a duplicate"):
         strength.load_opponents([given[2], given[2]])
-    with pytest.raises(ValueError, match="opponents: 3 stands there twice, or is no name"):
+    with pytest.raises(ValueError, match="opponents: 3 is a duplicate or no path"):
         strength.load_opponents([given[2], 3])
 
 

@@ -162,7 +162,7 @@ def test_an_absent_alias_is_fine(weights: Weights) -> None:
         ({"stem.1.bias": torch.full((16,), float("nan"))}, "not finite: stem.1.bias"),
         ({"ssl_head.1.bias": torch.full((8,), 9.0)}, "Unexpected .*ssl_head.1.bias"),
         ({"ssl_piece_head.1.bias": None}, "Missing .*ssl_heads.piece.input.norm.bias.* Unexpected .*ssl_head.1.bias"),
-        ({"stem.1.bias": 1.0}, "no weights found.* there is stem.1.bias"),
+        ({"stem.1.bias": 1.0}, "no weights found.* got stem.1.bias"),
         # claims of a file are not believed
         ({"stem.0.weight": torch.zeros(1).expand(300_000, 19, 3, 3)}, "no weights found: .* stem"),
         ({"stem.0.weight": torch.zeros(())}, "tuple index"),
@@ -182,7 +182,7 @@ def test_whatever_does_not_fit_is_named(weights: Weights, tmp_path: Path, change
 
 @pytest.mark.parametrize("content", [{"optimizer": {}, "step": 1}, {}])
 def test_files_without_weights(content: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"no weights found.* there is {', '.join(content) or 'nothing'}"):
+    with pytest.raises(ValueError, match=f"no weights found.* got {', '.join(content) or 'nothing'}"):
         loaded(content)
 
 
@@ -193,7 +193,7 @@ class Payload:
 
 def test_code_in_a_file_is_never_executed(weights: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": weights, "note": Payload()}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match=r"evil\.pt is no whole file of tensors and numbers alone"):
+    with pytest.raises(ValueError, match=r"evil\.pt is damaged or holds more than tensors and numbers"):
         read_checkpoint(tmp_path / "evil.pt")
     assert capsys.readouterr().out == ""
 
@@ -206,7 +206,7 @@ def test_files_of_another_kind_are_named(weights: Weights, tmp_path: Path, data:
         path.unlink()
     elif data != "list":
         path.write_bytes(path.read_bytes()[:2000] if isinstance(data, str) else data)
-    with pytest.raises(ValueError, match=r"other\.pt (holds a list|is no whole file)"):
+    with pytest.raises(ValueError, match=r"other\.pt (holds a list|is damaged)"):
         read_checkpoint(path)
 
 

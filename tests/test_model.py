@@ -135,7 +135,7 @@ def test_norm_is_honoured_in_every_block_and_head(in_blocks: str, in_heads: str)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"channels": 56}, r"3 groups do not divide 56 channels.*multiple of 16"),
+        ({"channels": 56}, r"3 groups do not divide 56 channels.*multiples of 16"),
         ({"channels": 256, "attention": {"every": 1, "heads": 12}}, "heads 12 does not divide channels 256"),
         ({"block": "bottleneck", "bottleneck": 40}, "bottleneck 40 leaves no channel of 32"),
     ],

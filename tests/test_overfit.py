@@ -71,7 +71,7 @@ def shifted(out: Arrays, rng: np.random.Generator) -> Arrays:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "word"), [(restless, "labels change between visits"), (shifted, "target mass on illegal moves")]
+    ("spoil", "word"), [(restless, "labels change between visits"), (shifted, "policy targets on illegal moves")]
 )
 def test_labels_that_are_wrong_are_named(
     reports: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Arrays], word: str

@@ -77,7 +77,10 @@ def test_other_parts_are_refused_by_name(given: Any, recorded: Any, problem: str
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"trunk": lambda config: nn.Conv2d(19, 5, 1)}, r"trunk: it makes \(1, 5, 8, 8\) of one position, not"),
+        (
+            {"trunk": lambda config: nn.Conv2d(19, 5, 1)},
+            r"trunk: its output for one position is \(1, 5, 8, 8\), expected",
+        ),
         ({"ranks": 2, "schedule": halved}, "ranks 2 and parts of one's own"),
         ({"preset": "latin_demo", "trunk": made}, "the task latin takes no heads, trunk or losses"),
     ],
@@ -95,7 +98,7 @@ from torch import nn
 from torch.nn import functional as F
 import matrixlib
 from matrixlib.tasks.chess.heads import Head
-from matrixlib.tasks.chess.losses import plain_rows
+from matrixlib.tasks.chess.losses import visible_rows
 
 class Mobility(Head):
     name = "mobility"
@@ -117,7 +120,7 @@ class Trunk(nn.Module):
         return self.drop(F.relu(self.first(planes)))
 
 def value(outputs, batch):
-    rows = plain_rows(batch) & (batch["wdl"].sum(1) > 0)
+    rows = visible_rows(batch) & (batch["wdl"].sum(1) > 0)
     return (F.cross_entropy(outputs["value"], batch["wdl"], reduction="none") * rows).sum()
 
 def optimizer(groups):

@@ -17,9 +17,9 @@ from matrixlib.tasks.chess.evaluate.request import check_request
         ({"pgn": "nowhere/games.pgn"}, "'pgn': 'nowhere/games.pgn' cannot be written"),
         ({"onnx": "."}, r"'onnx': '\.' cannot be written"),
         ({"onnx": "x" * 5000 + "/y"}, "'onnx': 'xxx.*cannot be written"),
-        ({"pgn": "a.pgn", "onnx": "model", "int8": "model"}, "two of pgn, onnx and int8 name one file"),
-        ({"int8": "small.onnx"}, "int8 is made of the file that `onnx` names"),
-        ({"pgn": "games.pgn"}, "pgn: there are no games to write"),
+        ({"pgn": "a.pgn", "onnx": "model", "int8": "model"}, "pgn, onnx and int8 must be different files"),
+        ({"int8": "small.onnx"}, "int8 needs the ONNX file"),
+        ({"pgn": "games.pgn"}, "pgn needs games"),
     ],
 )
 def test_what_cannot_be_done_is_named(asked: dict[str, Any], message: str, tmp_path: Path) -> None:

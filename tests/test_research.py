@@ -17,7 +17,7 @@ import matrixlib
 from matrixlib.engine import metrics
 from matrixlib.runs import compare, live
 from matrixlib.tasks.chess.heads import Head
-from matrixlib.tasks.chess.losses import plain_rows
+from matrixlib.tasks.chess.losses import visible_rows
 
 small = {"model": {"channels": 16, "blocks": 1}, "train": {"batch_size": 64, "statistics_interval": 100},
          "validation": {"interval": 100, "sample": 128, "limit": 256}, "checkpoint": {"interval": 100},
@@ -44,7 +44,7 @@ VALUE = """
 def squared(outputs, batch):
     value = outputs["value"].softmax(1)
     error = ((value[:, 0] - value[:, 2]) - (batch["wdl"][:, 0] - batch["wdl"][:, 2])) ** 2
-    return (error * (plain_rows(batch) & (batch["wdl"].sum(1) > 0))).sum()
+    return (error * (visible_rows(batch) & (batch["wdl"].sum(1) > 0))).sum()
 
 _, stats = train("loss", losses={"value": squared})
 assert stats.losses["value"] < 1, "a mean squared error, not a cross-entropy of about 1.1"

@@ -1,6 +1,6 @@
-"""Parts of the chess network's tower: normalisation, residual blocks, attention over the 64 squares.
+"""Blocks of the chess network: normalisation, residual blocks, attention over the 64 squares.
 
-Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Every block keeps (B, C, 8, 8).
+Shapes: B positions, C trunk channels, 8 rows, 8 columns. Every block maps (B, C, 8, 8) to the same shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ from matrixlib.hardware import backend
 from matrixlib.tasks.chess.config import ModelConfig
 
 SQUARES = 64
-SCORE_LIMIT = 50.0  # Matrix0's clamp of attention scores
+SCORE_LIMIT = 50.0  # clamp of attention scores in Matrix0
 MASKED_SCORE = -1e4  # finite in float16, and far below every score
-GROUP_CHANNELS = 16  # channels in one GroupNorm group, as in Matrix0
+GROUP_CHANNELS = 16  # per GroupNorm group, as in Matrix0
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 
 
 def in_fp32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """function(*tensors) in fp32 where autocast would compute, and round the result, in half precision."""
+    """function(*tensors) in fp32, whatever autocast would use."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return function(*tensors)
@@ -34,7 +34,7 @@ def in_fp32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def board_mask() -> Tensor:
-    """(64, 64) bool: the square itself and those one queen, knight or king move away; alike in both encodings."""
+    """Attention mask (64, 64): squares one queen, knight or king move apart, and the square itself."""
     square = torch.arange(SQUARES)
     rows = (square[:, None] // 8 - square[None, :] // 8).abs()
     columns = (square[:, None] % 8 - square[None, :] % 8).abs()
@@ -42,23 +42,23 @@ def board_mask() -> Tensor:
 
 
 def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
-    """BatchNorm2d (momentum: weight of the new batch), or GroupNorm in groups of about 16 channels; ValueError where
-    the groups do not divide the channels.
+    """BatchNorm2d, or GroupNorm in groups of about 16 channels; ValueError for channels that they do not divide.
+    momentum: weight of the new batch.
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels, momentum=momentum)
     groups = max(1, channels // GROUP_CHANNELS)
     if channels % groups:
         raise ValueError(
-            f"GroupNorm: {groups} groups do not divide {channels} channels; let every width of the network "
-            f"be a multiple of {GROUP_CHANNELS}, or less than {2 * GROUP_CHANNELS}"
+            f"GroupNorm: {groups} groups do not divide {channels} channels; use widths that are multiples of "
+            f"{GROUP_CHANNELS}, or below {2 * GROUP_CHANNELS}"
         )
     return nn.GroupNorm(groups, channels)
 
 
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """Activation checkpointing of one block: only `x` is kept, the rest is made again in the backward pass."""
-    if torch.compiler.is_compiling():  # it keeps side effects out of the second pass itself
+    """Activation checkpointing: keep only `x` and recompute the block in the backward pass."""
+    if torch.compiler.is_compiling():  # handles side effects of the recomputation itself
         return checkpoint(block, x, use_reentrant=False)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
     stream = None if backend.replays_rng(x.device) else backend.rng_state(x.device)
@@ -68,8 +68,8 @@ def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def _recomputation(norms: list[nn.BatchNorm2d], device: torch.device, stream: Tensor | None) -> Iterator[None]:
-    """While a block is run again. stream: random state at the first pass, where torch does not replay it."""
-    # A momentum of 0 keeps the statistics bit for bit; `track_running_stats` off would change what autograd saves.
+    """Context of a recomputation: BatchNorm statistics stay. stream: RNG state to restore if torch does not."""
+    # momentum 0 keeps the statistics bit-exact; `track_running_stats` would change what autograd saves
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     after = None if stream is None else backend.rng_state(device)
     if stream is not None:
@@ -99,7 +99,7 @@ class ConvNorm(nn.Module):
 
 
 class ChessFeatures(nn.Module):
-    """Matrix0's position encoding and two convolutions, each added to the stream after a ReLU."""
+    """Matrix0's position encoding and two residual convolutions with ReLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ChessFeatures(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Gate for each channel from the mean over the board; the sigmoid in fp32. At least 8 hidden, as in Matrix0."""
+    """Squeeze-and-excitation with an fp32 sigmoid and at least 8 hidden units, as in Matrix0."""
 
     def __init__(self, channels: int, ratio: float, activation: Activation) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ class SqueezeExcite(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        # The pooling's backward is a quarter faster on the CPU than that of x.mean((2, 3)).
+        # Its backward pass is a quarter faster on the CPU than that of x.mean((2, 3))
         pooled = F.adaptive_avg_pool2d(x, 1).flatten(1)
         gate = self.expand(self.activation(self.reduce(pooled)))
         return x * torch.sigmoid(gate.float()).to(x.dtype)[:, :, None, None]
 
 
 class DropPath(nn.Module):
-    """Drop a sample's whole residual branch with probability `rate` in training; the skip path stays."""
+    """Stochastic depth: drop a sample's residual branch with probability `rate` in training."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class DropPath(nn.Module):
 class ResidualBlock(nn.Module):
     """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; ValueError for an empty bottleneck.
 
-    `preact`: x + SE(conv(act(norm(...)))) with nothing after the sum; else conv-norm-act and an activation after it.
+    `preact`: x + SE(conv(act(norm(...)))); otherwise conv-norm-act with an activation after the sum.
     """
 
     def __init__(self, config: ModelConfig, drop: float) -> None:
@@ -184,10 +184,10 @@ class ResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over the 64 squares, LayerNorm over the channels of a square; (B, C, 8, 8) to the same.
+    """Self-attention over the 64 squares.
 
-    `pre`: x + proj(attention(LayerNorm(x))). `post` is Matrix0's: LayerNorm(x + proj(attention(x))), with scores
-    clamped to +-50. With `mask`, `unmasked_mix` is the share of the attention over all squares.
+    `pre`: x + proj(attention(LayerNorm(x))). `post`, Matrix0's: LayerNorm(x + proj(attention(x))) with scores clamped
+    to +-50. `unmasked_mix`: weight of unmasked attention when `mask` is on.
     """
 
     mask: Tensor | None
@@ -215,18 +215,18 @@ class AttentionBlock(nn.Module):
         if not self.post:
             return x + branch.transpose(1, 2).unflatten(2, (8, 8))
         out = self.norm(tokens + branch).transpose(1, 2).unflatten(2, (8, 8))
-        return out.contiguous() if x.is_contiguous() else out  # keep the memory format of the stream
+        return out.contiguous() if x.is_contiguous() else out  # keep the memory format
 
     def _attend_clamped(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Scores and softmaxes in fp32; no fused attention of torch clamps, or blends two softmaxes."""
+        """Unfused attention in fp32: clamped scores and a mix of two softmaxes."""
         scores = in_fp32(torch.matmul, query.float() * query.shape[-1] ** -0.5, key.transpose(-2, -1))
         scores = (scores if self.bias is None else scores + self.bias).clamp(-SCORE_LIMIT, SCORE_LIMIT)
         if self.mask is None:
-            shares = scores.softmax(-1)
+            weights = scores.softmax(-1)
         else:
-            shares = scores.masked_fill(~self.mask, MASKED_SCORE).softmax(-1)
-            shares = torch.lerp(shares, scores.softmax(-1), self.mix) if self.mix > 0 else shares
-        return F.dropout(shares, self.dropout, self.training).to(value.dtype) @ value
+            weights = scores.masked_fill(~self.mask, MASKED_SCORE).softmax(-1)
+            weights = torch.lerp(weights, scores.softmax(-1), self.mix) if self.mix > 0 else weights
+        return F.dropout(weights, self.dropout, self.training).to(value.dtype) @ value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0)

@@ -1,6 +1,6 @@
-"""Chess as a Game: states are records, moves policy indices 0-4671 of the oriented board.
+"""Chess as a `play.game.Game`: states are records, moves are policy indices 0-4671 of the oriented board.
 
-A game ends without a claim, as in the data: also by the third occurrence and by the 50th move (unless it mates).
+Threefold repetition and the fifty-move rule (unless the move mates) end a game without a claim.
 """
 
 import struct
@@ -35,19 +35,19 @@ _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
 
 def open_tablebases(folder: str | Path) -> chess.syzygy.Tablebase:
-    """The Syzygy tables of a folder. ValueError if it has none."""
+    """Open the Syzygy tablebases of a folder; ValueError if it has none."""
     tables = chess.syzygy.Tablebase()
     try:
         tables.add_directory(str(folder))
     except (OSError, ValueError) as error:
-        raise ValueError(f"no Syzygy tables: '{folder}' cannot be looked into ({error})") from error
+        raise ValueError(f"no Syzygy tables: '{folder}' cannot be read ({error})") from error
     if not tables.wdl:
         raise ValueError(f"no Syzygy tables (*.rtbw) in '{folder}'")
     return tables
 
 
 class ChessGame:
-    """The rules of chess. tables: Syzygy tables, for positions of at most `pieces` men."""
+    """The rules of chess. tables: Syzygy tablebases for positions of at most `pieces` pieces."""
 
     name = "chess"
     actions = bitboard.POLICY_SIZE
@@ -56,7 +56,7 @@ class ChessGame:
         self.tables, self.pieces = tables, pieces
 
     def initial(self, n: int) -> States:
-        """n times the initial position."""
+        """The initial position n times."""
         return np.repeat(from_boards([chess.Board()]), n)
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
@@ -65,14 +65,14 @@ class ChessGame:
         return indices.astype(np.int32), offsets
 
     def play(self, states: States, moves: Moves) -> States:
-        """The positions after a legal move in each."""
+        """Positions after one legal move in each state."""
         code = bitboard.POLICY_MOVE[moves]
         piece = np.take_along_axis(piece_classes(states["pieces"]), (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
         queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
         return play(states, code | queens.astype(np.uint16) << np.uint16(14))
 
     def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
-        """Values (N,) of finished games, NaN elsewhere."""
+        """Values (N,) of finished games for the side to move, NaN for others."""
         values = np.full(len(states), np.nan, np.float32)
         values[(states["halfmove"] >= 100) | (states["repetition"] >= 2) | insufficient_material(states["pieces"])] = 0
         stuck = np.flatnonzero(counts == 0)
@@ -80,29 +80,29 @@ class ChessGame:
         return values
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
-        """(N,) 0 White, 1 Black."""
+        """Side to move (N,): 0 White, 1 Black."""
         return states["side"]
 
     def key(self, states: States) -> NDArray[np.uint64]:
-        """(N,) hashes of pieces, side, castling rights and legal en passant: of what a repetition repeats."""
+        """Repetition keys (N,): hashes of pieces, side, castling rights and legal en passant."""
         return position_hashes(states) ^ states["side"] * HASH_MULTIPLIER
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
-        """The states with their number of earlier occurrences."""
+        """States with their number of earlier occurrences set."""
         states = states.copy()
         states["repetition"] = np.minimum(counts, 2)
         return states
 
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
-        """1 for each move (K,) that mates, else NaN: draws are recognised when the move is tried."""
+        """1 for each move (K,) that mates, else NaN; draws are recognised after the move."""
         ends = np.full(len(moves), np.nan, np.float32)
         ends[bitboard.mates(states["pieces"], states["castling"], states["en_passant"], moves, offsets)] = 1
         return ends
 
     def proven(self, states: States) -> Values:
-        """What the tables say of positions right after a capture or pawn move, where it is exact; else NaN.
+        """Tablebase values (N,), NaN where unknown; only right after a capture or pawn move, where they are exact.
 
-        Wins and losses that the fifty-move rule turns into draws are draws.
+        Cursed wins and blessed losses are draws.
         """
         values = np.full(len(states), np.nan, np.float32)
         if self.tables is None:
@@ -111,9 +111,15 @@ class ChessGame:
         for i in np.flatnonzero((men <= self.pieces) & (states["halfmove"] == 0) & (states["castling"] == 0)):
             try:
                 wdl = self.tables.get_wdl(to_board(states[i]))
-            except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:  # a download was cut off
+            except (
+                OSError,
+                LookupError,
+                ValueError,
+                AssertionError,
+                struct.error,
+            ) as error:  # e.g. a truncated download
                 self.tables = None
-                warnings.warn(f"Syzygy tables are damaged, and are left out from now on: {error}", stacklevel=2)
+                warnings.warn(f"Syzygy tables are damaged and no longer used: {error}", stacklevel=2)
                 break
             if wdl is not None:
                 values[i] = {-2: -1, 2: 1}.get(wdl, 0)
@@ -139,7 +145,7 @@ class ChessGame:
 
 
 def check_not_over(game: ChessGame, states: States) -> None:
-    """ValueError, naming the first, where the game is over in one of these states, by a draw without a claim too."""
+    """ValueError naming the first state in which the game is over, including draws by repetition and fifty moves."""
     values = game.terminal(states, np.diff(game.legal(states)[1]))
     for i in np.flatnonzero(~np.isnan(values))[:1]:
         board = to_board(states[i])
@@ -148,10 +154,10 @@ def check_not_over(game: ChessGame, states: States) -> None:
 
 
 def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int) -> Batch:
-    """The positions of games that were fully searched, as records with the search's policy and the game's result.
+    """Fully searched positions of games as records, with the search's policy and the game's result.
 
-    ids: number of a game -> its id; source: the records' number of where they come from. The win-draw-loss target is
-    left unknown: the search's value does not say how much of it is draws.
+    ids: game number -> game id. source: see `records.SOURCES`. Win-draw-loss stays unknown: a search value does not
+    tell the draw rate.
     """
     parts = []
     for trace in traces:
@@ -169,10 +175,10 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
 
 
 def insufficient_material(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Positions (N,) with too little material to mate: python-chess's `is_insufficient_material`."""
+    """Mask (N,) of positions without mating material, as python-chess's `is_insufficient_material`."""
     boards = bitboard.bitboards(pieces)
-    mighty = (boards[:, [0, 3, 4, 6, 9, 10]] != 0).any(1)
+    majors = (boards[:, [0, 3, 4, 6, 9, 10]] != 0).any(1)
     knights = np.bitwise_count(boards[:, 1]) + np.bitwise_count(boards[:, 7])
     bishops = boards[:, 2] | boards[:, 8]
     one_colour = ((bishops & _DARK) == 0) | ((bishops & ~_DARK) == 0)
-    return ~mighty & np.where(knights == 0, one_colour, (knights == 1) & (bishops == 0))
+    return ~majors & np.where(knights == 0, one_colour, (knights == 1) & (bishops == 0))

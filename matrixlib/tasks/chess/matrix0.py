@@ -1,7 +1,7 @@
-"""Reading networks of Matrix0 (github.com/lukifer23/Matrix0): its options and its checkpoints.
+"""Matrix0 (github.com/lukifer23/Matrix0): import of its network options and checkpoints.
 
-Loading is strict: every key of the file is used exactly once or is a listed alias, and every parameter and
-buffer of ours is filled. The outputs of its network are reproduced to float error.
+Loading is strict: every key of the file is used once or is a known alias, and every parameter and buffer is filled.
+Outputs agree with Matrix0's to float error.
 """
 
 import os
@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
     "enable_visual": False,
     "ssl_tasks": ["piece"],
 }
-IGNORED_FIELDS = frozenset(  # of no effect on the network at the commits that this module reads
+IGNORED_FIELDS = frozenset(  # without effect on the network
     {"visual_encoder_channels", "ssl_curriculum", "ssrl_tasks", "enable_llm_tutor", "llm_model_path"}
 )
 PUBLISHED_OPTIONS: dict[str, Any] = {  # of the published network, for files that do not store their options
@@ -54,10 +54,10 @@ PUBLISHED_OPTIONS: dict[str, Any] = {  # of the published network, for files tha
     "attention_heads": 20,
     "droppath": 0.1,
 }
-WEIGHT_KEYS = ("model_ema", "model", "model_state_dict")  # where weights stand in a checkpoint, in Matrix0's order
-ALIAS_PREFIX, ORIGINAL_PREFIX = "ssl_head.", "ssl_piece_head."  # keys that repeat the tensors of other keys
+WEIGHT_KEYS = ("model_ema", "model", "model_state_dict")  # keys of the weights in a checkpoint, in Matrix0's order
+ALIAS_PREFIX, ORIGINAL_PREFIX = "ssl_head.", "ssl_piece_head."  # keys with this prefix repeat other tensors
 WRAPPERS = r"^((_orig_mod|module)\.)+"  # prefixes of torch.compile and DataParallel
-KEY_RENAMES = (  # ours -> its, one after the other
+KEY_RENAMES = (  # our key -> Matrix0's, applied in order
     (r"^stem\.conv", "stem.0"),
     (r"^stem\.norm", "stem.1"),
     (r"\.input\.conv", ".0"),
@@ -85,9 +85,9 @@ POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions th
 
 
 def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
-    """Our options for a NetConfig of Matrix0 (missing fields have its defaults); ValueError names unknown fields and
-    options that we do not have. Its blocks never read `norm` (BatchNorm always, momentum 0.9); a mix of 1 or more means
-    masked attention alone, 0 or less unmasked alone.
+    """Model options for a NetConfig of Matrix0, missing fields by its defaults; ValueError names unknown fields and
+    unsupported values. In Matrix0 `norm` does not apply to blocks (always BatchNorm, momentum 0.9), and an unmasked mix
+    of 1 or more means only masked attention, 0 or less only unmasked.
     """
     if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED_FIELDS):
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
@@ -132,16 +132,17 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
 
 
 def matrix0_name(name: str) -> str:
-    """Matrix0's key for a parameter or buffer of ours."""
+    """Matrix0's key of one of our parameters or buffers."""
     for pattern, replacement in KEY_RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def convert_weights(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Tensor]:
-    """The weights in a checkpoint's dict, the first of SCHEMAS or the dict itself, under our names for a network with
-    the tensors `own`. ValueError names keys that are not finite or no tensors, and files without weights. Unknown keys
-    stay for the network to refuse; BatchNorm's counters, which averaged weights lack, it sets to 0 itself.
+    """Weights of a checkpoint's dict under our keys. own: our state-dict keys.
+
+    Unknown keys are kept, so that loading refuses them; BatchNorm counters, which averaged weights lack, may be absent.
+    ValueError for values that are not finite and for a dict without weights.
     """
     state = _find_weights(data)
     names = {matrix0_name(name): name for name in own}
@@ -156,25 +157,28 @@ def convert_weights(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Te
 
 
 def infer_config(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
-    """Our options for the network of a checkpoint's dict: from the shapes of its weights, from its `config` where that
-    is Matrix0's, and for the rest PUBLISHED, which the message names. ValueError as `matrix0_config`'s, and where there
-    are no weights of Matrix0.
+    """Model options of a checkpoint's dict, and a message naming those that had to be assumed ("" for none).
+
+    Taken from the shapes of the weights, its stored config, then PUBLISHED_OPTIONS. ValueError as in `matrix0_config`
+    and for a dict without Matrix0's weights.
     """
     state = _find_weights(data)
     if "stem.0.weight" not in state:
-        raise ValueError("these are no weights of Matrix0's network: its first layer, stem.0.weight, is missing")
+        raise ValueError("not a Matrix0 network: stem.0.weight, its first layer, is missing")
     sections = [data.get(name) for name in ("model_config", "config")]
     stored = {k: v for part in sections if isinstance(part, Mapping) for k, v in part.items() if k in DEFAULTS}
     shapes = _options_from_shapes(state)
     missing = PUBLISHED_OPTIONS.keys() - stored.keys() - shapes.keys()
     unknown = [k for k in PUBLISHED_OPTIONS if k in missing and (shapes["attention"] or k[:9] != "attention")]
     listed = ", ".join(f"{key} {PUBLISHED_OPTIONS[key]}" for key in unknown)
-    message = f"the file does not say how it was configured; as in Matrix0's own: {listed}" if unknown else ""
+    message = (
+        f"the file stores no configuration; assumed as in Matrix0's published network: {listed}" if unknown else ""
+    )
     return matrix0_config(PUBLISHED_OPTIONS | stored | shapes), message
 
 
 def _options_from_shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the shapes of weights say of a NetConfig."""
+    """NetConfig fields that follow from the shapes of the weights."""
     found = [re.fullmatch(r"tower\.(\d+)\.(conv1|qkv|se_fc1)\.weight", key) for key in state]
     numbers = {kind: sorted(int(m[1]) for m in found if m and m[2] == kind) for kind in ("conv1", "qkv", "se_fc1")}
     channels = state["stem.0.weight"].shape[0]
@@ -211,33 +215,31 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     name = Path(path).name
     numbers = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
     try:
-        with open(path, "rb") as file:  # torch never packs, and would unpack a thousand times the file into memory
+        with open(path, "rb") as file:  # torch never compresses; a zip bomb would fill the memory
             if file.read(4) == b"PK\3\4" and any(part.compress_type for part in zipfile.ZipFile(file).infolist()):
-                raise ValueError("its parts are compressed")
+                raise ValueError("it is compressed")
         with torch.serialization.safe_globals([scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *numbers]):
             data = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - bytes that are no torch file raise whatever the reader trips over
+    except Exception as error:  # noqa: BLE001 - damaged files raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{name} is no whole file of tensors and numbers alone, so it is not read: {reason}") from None
+        raise ValueError(f"{name} is damaged or holds more than tensors and numbers: {reason}") from None
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} holds a {type(data).__name__}, not a dict of weights")
     return data
 
 
 def _is_stored(value: object) -> bool:
-    """Whether it is a tensor of which every number is stored: a view that repeats one may claim any size."""
+    """Whether it is a tensor with storage for all its elements; an expanded view may claim any size."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _find_weights(data: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights without wrappers' prefixes, by the precedence of SCHEMAS."""
+    """The weights, the first of WEIGHT_KEYS or the dict itself, without prefixes of wrappers."""
     weights = next((data[key] for key in WEIGHT_KEYS if isinstance(data.get(key), Mapping) and data[key]), data)
     bad = sorted(str(key) for key, value in weights.items() if not _is_stored(value))
     if bad or not weights:
         held = ", ".join(bad[:8]) or "nothing"
-        raise ValueError(
-            f"no weights found: expected {', '.join(WEIGHT_KEYS)} or a dict of tensors alone; there is {held}"
-        )
+        raise ValueError(f"no weights found: expected {', '.join(WEIGHT_KEYS)} or a dict of tensors, got {held}")
     return {re.sub(WRAPPERS, "", str(key)): value for key, value in weights.items()}

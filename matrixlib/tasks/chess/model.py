@@ -1,9 +1,9 @@
-"""The chess network: one residual tower with policy, value and self-supervised heads.
+"""The chess network: a residual tower with policy, value and self-supervised heads.
 
-Matrix0's 53-million-parameter network is a set of option values of it (`params/matrix0_53m.yaml`).
+Matrix0's 53-million-parameter network is the preset `params/matrix0_53m.yaml`.
 
-Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares; row 0 is rank 1 of the side to move
-(`encoding: oriented`) or rank 8 of White's board (`matrix0`), column 0 the a-file.
+Shapes: B positions, C trunk channels, 8 rows, 8 columns; row 0 is rank 1 of the side to move (`encoding: oriented`) or
+rank 8 of White's board (`matrix0`), column 0 the a-file.
 """
 
 import functools
@@ -37,20 +37,19 @@ MOVE_PLANES = 73
 MOVES = SQUARES * MOVE_PLANES
 AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
-HEAD_INIT_SCALE = 0.1  # scale of the last layer of each head; exact zeros would cut the trunk off from the gradient
+HEAD_INIT_SCALE = 0.1  # of the heads' output layers; with zeros the trunk would get no gradient
 DEFAULT_HEADS = frozenset({"policy", "value"})
 RESERVED_NAMES = DEFAULT_HEADS | {"features", "stream"}
 Trunk = Callable[[ModelConfig], nn.Module]
 
 
 def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_HEADS, backward: bool = False) -> int:
-    """Floating-point operations of one forward pass for ONE position (a multiply-add is two), maybe with the backward
-    pass: convolutions, linear layers and attention products. planes: that the network takes. heads: as in
-    PolicyValueNet.forward.
+    """FLOPs per position of the forward pass (and `backward` pass), a multiply-add being two: convolutions, linear
+    layers, attention. planes: input planes. heads: as in `PolicyValueNet.forward`.
     """
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {k: t.detach().to("meta").requires_grad_(backward and t.requires_grad) for k, t in tensors.items()}
-    # The counter knows the fused attention kernels of GPUs alone: it sees plain products.
+    # On the CPU the counter does not know fused attention
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         out = functional_call(net, shapes, (torch.empty(1, planes, 8, 8, device="meta"), heads))
         if backward:
@@ -62,17 +61,17 @@ def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_
 def training_flops(
     config: ModelConfig, heads: frozenset[str], trunk: Trunk | None = None, own: tuple["Head", ...] = ()
 ) -> int:
-    """`flops` forward and backward of the network of these; what activation checkpointing repeats does not count."""
+    """Training FLOPs per position, without recomputation by activation checkpointing. own: custom heads."""
     with torch.device("meta"):
         net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own)
     return flops(net, PLANES, heads, backward=True)
 
 
 class AttentionPolicy(nn.Module):
-    """Leela's attention policy: squares (B, 64, C) -> (B, 4672) fp32 logits, or of `moves` (B, L) alone, 0 in pads.
+    """Leela's attention policy: squares (B, 64, C) -> fp32 logits (B, 4672), or (B, L) of `moves` only, 0 in pads.
 
-    A logit is the product of a query of the from-square with a key of the to-square (of an under-promotion plus one of
-    the piece), plus a learned bias of the pair. Indices that are no move get the logit of some other pair.
+    Logit = query(from-square) . key(to-square) + bias(pair); under-promotions add a vector of the piece to the key.
+    Policy indices that are no move get an arbitrary logit.
     """
 
     ends: Tensor
@@ -93,7 +92,7 @@ class AttentionPolicy(nn.Module):
         if moves is not None:
             return self._logits_of(query.float(), key, moves)
         keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
-        # products and bias apart: torch's one operation for both is a quarter slower on a CPU, and so is a gather
+        # matmul + bias, and index_select: baddbmm and gather are a quarter slower on a CPU
         pairs = in_fp32(torch.matmul, query, keys.transpose(1, 2)) + self.bias
         return pairs.flatten(1).index_select(1, self.place)
 
@@ -110,11 +109,11 @@ class AttentionPolicy(nn.Module):
 
 
 class PolicyHead(nn.Module):
-    """(B, C, 8, 8) -> (B, 4672) logits, index = from-square * 73 + plane; illegal moves are not masked here. `moves`:
-    indices (B, L) whose logits (B, L) alone `attention` computes; the other kinds make all.
+    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane; illegal moves are not masked.
 
-    With `clamp` c the inputs and logits are clamped to +-c and the inner values to +-2c, as in Matrix0, and nowhere
-    else. The last layer computes in fp32: in bf16 logits of 1 to 2 are steps of 1/128, and moves would tie in a search.
+    moves: policy indices (B, L); the `attention` head computes only their logits (B, L), the other kinds ignore them.
+    With `clamp` c inputs and logits are clamped to +-c and hidden values to +-2c, as in Matrix0. The output layer is in
+    fp32: in bf16, with steps of 1/128 between 1 and 2, moves would tie in a search.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -123,7 +122,7 @@ class PolicyHead(nn.Module):
         self.input = ConvNorm(config, config.channels, options.channels, 1)
         self.dropout = nn.Dropout(config.dropout)
         self.kind, self.clamp = options.kind, options.clamp
-        self.flip = config.encoding == "matrix0"  # there the rows of the planes run against the squares
+        self.flip = config.encoding == "matrix0"  # whose row 0 is rank 8
         flat = options.channels * SQUARES
         if options.kind == "conv":
             self.planes = nn.Conv2d(options.channels, MOVE_PLANES, 1)
@@ -138,7 +137,7 @@ class PolicyHead(nn.Module):
 
     @property
     def output_layer(self) -> nn.Module:
-        """The layer that gives the logits."""
+        """The layer that computes the logits."""
         names = {"conv": "planes", "attention": "pairs.key", "dense": "dense", "factored": "expand"}
         return self.get_submodule(names[self.kind])
 
@@ -164,7 +163,7 @@ class PolicyHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """(B, C, 8, 8) -> (B, 3) win-draw-loss logits of the side to move, or (B,) a value in -1..1; last layer in fp32."""
+    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -182,8 +181,8 @@ class ValueHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
         if self.attention is not None:
-            shares = self.attention(x).float().flatten(1).softmax(1).to(x.dtype)  # (B, 64)
-            x = torch.einsum("bcs,bs->bc", x.flatten(2), shares)
+            weights = self.attention(x).float().flatten(1).softmax(1).to(x.dtype)  # (B, 64)
+            x = torch.einsum("bcs,bs->bc", x.flatten(2), weights)
         else:
             x = x.mean((2, 3)) if self.pool == "pooled" else x.flatten(1)
         out = in_fp32(self.fc3, self.activation(self.fc2(self.activation(self.fc1(x))))).float()
@@ -191,7 +190,7 @@ class ValueHead(nn.Module):
 
 
 class SquareHead(nn.Module):
-    """1x1 convolution, norm, activation, 1x1 convolution: (B, C, 8, 8) -> (B, outputs, 8, 8) logits per square."""
+    """Two 1x1 convolutions: (B, C, 8, 8) -> logits per square (B, outputs, 8, 8)."""
 
     def __init__(self, config: ModelConfig, width: int, outputs: int) -> None:
         super().__init__()
@@ -203,18 +202,18 @@ class SquareHead(nn.Module):
 
 
 class PolicyValueNet(nn.Module):
-    """The network that `config` describes: planes -> trunk -> heads by name.
+    """The chess network: planes -> trunk -> heads by name.
 
-    trunk: makes the trunk in place of ours: a module (B, 19, 8, 8) -> (B, config.channels, 8, 8). heads: heads of one's
-    own beside ours. Both keep their own initialisation. Auxiliary heads are frozen, for Matrix0's checkpoints alone.
-    ValueError for widths that GroupNorm cannot divide, a trunk that gives other shapes, a head whose name is taken.
+    trunk: builds a custom trunk (B, 19, 8, 8) -> (B, config.channels, 8, 8). heads: custom heads. Both keep their own
+    initialisation. Matrix0's auxiliary heads are frozen and exist only for its checkpoints.
+    ValueError for widths that GroupNorm cannot divide, a trunk with another output shape and a duplicate head name.
     """
 
     def __init__(self, config: ModelConfig, trunk: Trunk | None = None, heads: Sequence["Head"] = ()) -> None:
         super().__init__()
         self.config = config
-        self.temperature: nn.Module | None = None  # of a student that learns it
-        self.ssl_chunk = 0  # positions that a self-supervised head works on at once; 0: all
+        self.temperature: nn.Module | None = None  # learned distillation temperature
+        self.ssl_chunk = 0  # positions per chunk of the self-supervised heads; 0: the whole batch
         width = config.channels
         if trunk is None:
             self.stem = ConvNorm(config, PLANES, width, 3)
@@ -238,13 +237,12 @@ class PolicyValueNet(nn.Module):
     def forward(
         self, planes: Tensor, heads: frozenset[str] | None = None, moves: Tensor | None = None
     ) -> dict[str, Any]:
-        """Outputs for `planes` (B, 19, 8, 8).
+        """Outputs for `planes` (B, 19, 8, 8), of those that `heads` names (default: policy and value):
 
-        heads: of "policy", "value", "ssl_<name>", heads of one's own, "features" and "stream"; policy and value unless
-        given; ValueError for another. moves: policy indices (B, L) whose logits suffice: "policy" is (B, L) where that
-        is less work. Returns of {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name:
-        (B, c, 8, 8) logits}, own head: (B, ...), "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of
-        `trunk`} what `heads` names, all fp32 but the last two.
+        "policy": logits (B, 4672), or (B, L) of the policy indices `moves` (B, L) where that is cheaper.
+        "value": logits (B, 3), or values (B,) in [-1, 1].  "ssl_<name>": logits out["ssl"][name] (B, c, 8, 8).
+        custom heads: (B, ...).  "features": trunk output (B, C, 8, 8).  "stream": list as in `trunk`.
+        All are fp32 but the last two. ValueError for an unknown head.
         """
         names = DEFAULT_HEADS if heads is None else heads
         known = {*RESERVED_NAMES, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
@@ -266,22 +264,22 @@ class PolicyValueNet(nn.Module):
         return out | {name: head(x).float() for name, head in self.own_heads.items() if name in names}
 
     def edges(self) -> list[nn.Module]:
-        """The layers that take the planes and those that give the outputs; of parts of one's own the whole heads."""
+        """Input and output layers, which Muon leaves to Adam; custom heads as a whole."""
         first = [self.stem] if self.own_trunk is None else []
         squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
         return [*first, self.policy_head.output_layer, self.value_head.fc3, *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
-        """What a network that is cut over ranks gathers one at a time."""
+        """The FSDP units: modules that a sharded network gathers one at a time."""
         return list(self.tower) if self.own_trunk is None else [self.own_trunk]
 
     def trunk(self, planes: Tensor, stream: list[Tensor] | None = None) -> Tensor:
-        """Features (B, C, 8, 8) that all heads share. stream: gets the input of the first block and the output of each,
-        of the same shape; ValueError where the trunk is not ours.
+        """Features (B, C, 8, 8). stream: list to which the input of the first block and the output of each block are
+        appended, each (B, C, 8, 8); ValueError with a custom trunk.
         """
         if self.own_trunk is not None:
             if stream is not None:
-                raise ValueError("a trunk of one's own has no blocks to compare: set teacher.features to 0")
+                raise ValueError("a custom trunk has no known blocks to compare: set teacher.features to 0")
             return self.own_trunk(planes)
         x = self.stem(planes)
         if self.features is not None:
@@ -297,40 +295,42 @@ class PolicyValueNet(nn.Module):
 
 
 def _check_trunk(trunk: nn.Module, config: ModelConfig) -> nn.Module:
-    """A trunk of one's own, tried on one position."""
+    """Check the output shape of a custom trunk on one position."""
     device = next((parameter.device for parameter in trunk.parameters()), torch.device("cpu"))
     with torch.no_grad():
         shape = tuple(trunk.eval()(torch.zeros(1, PLANES, 8, 8, device=device)).shape)
     if shape != (1, config.channels, 8, 8):
-        raise ValueError(f"trunk: it makes {shape} of one position, not (1, model.channels {config.channels}, 8, 8)")
+        raise ValueError(
+            f"trunk: its output for one position is {shape}, expected (1, model.channels {config.channels}, 8, 8)"
+        )
     return trunk.train()
 
 
 def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
-    """head(x) of `rows` rows at a time (0: of all), made again in the backward pass, so that one chunk's is held."""
+    """head(x) in chunks of `rows` rows (0: no chunks), recomputed in the backward pass to keep one chunk in memory."""
     if not rows or rows >= len(x):
         return head(x)
-    again = torch.is_grad_enabled()
-    return torch.cat([checkpointed(head, part) if again else head(part) for part in x.split(rows)])
+    run = functools.partial(checkpointed, head) if torch.is_grad_enabled() else head
+    return torch.cat([run(part) for part in x.split(rows)])
 
 
 def tower_depth(config: ModelConfig) -> int:
-    """Blocks of the tower."""
+    """Number of blocks of the tower."""
     every = config.attention.every
     return config.blocks + (config.blocks // every if every else 0)
 
 
 def _build_tower(config: ModelConfig) -> list[nn.Module]:
-    """Residual blocks, an attention block after every k-th; DropPath grows linearly from 0 to its rate."""
+    """Residual blocks with an attention block after every k-th; the DropPath rate grows linearly with depth."""
     every, count = config.attention.every + 1, tower_depth(config)
     kinds = [AttentionBlock if every > 1 and k % every == 0 else ResidualBlock for k in range(1, count + 1)]
     return [kind(config, config.droppath * index / max(1, count - 1)) for index, kind in enumerate(kinds)]
 
 
 def _initialise(net: PolicyValueNet, blocks: int) -> None:
-    """He-normal convolutions, Xavier linear layers; last layers of heads and of branches start smaller."""
-    # Losses start at chance level, and the sum of all branches at about the size of one. Not where an activation other
-    # than ReLU follows the sum: it shrinks the stream at every block, and needs the whole branch to fill it up again.
+    """He-normal convolutions, Xavier linear layers; scaled-down output layers of heads and residual branches."""
+    # Losses start at chance level and the sum of all branches at about the size of one. Exception: post-activation
+    # blocks without ReLU, where the activation shrinks the stream at every block.
     scaled: list[tuple[nn.Module | None, float]] = []
     for module in net.modules():
         if isinstance(module, nn.Conv2d):

@@ -1,7 +1,7 @@
-"""From packed positions to input planes on the device, and the tables that go with each encoding.
+"""Input planes from packed positions, on the device, and the move tables of each encoding.
 
-`oriented`: the board of the side to move, row 0 = its rank 1. `matrix0`: the absolute board, row 0 = rank 8, White's
-pieces first. Integers are uint8, int16 and int32, whose operations exist everywhere; nothing is copied from the host.
+`oriented`: board of the side to move, row 0 = its rank 1. `matrix0`: White's board, row 0 = rank 8, White's pieces
+first. Uses uint8, int16 and int32 only, which every backend supports, and no copies from the host.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, PLY = range(6)  # columns of `
 
 
 def unpack_pieces(pieces: Tensor) -> Tensor:
-    """Nibbles (B, 32) uint8 to piece classes (B, 64) uint8 by oriented square, 12 = empty."""
+    """Piece classes (B, 64) uint8 by oriented square, 12 = empty, from nibbles (B, 32) uint8."""
     return torch.stack((pieces & 15, pieces >> 4), dim=2).flatten(1)
 
 
 def unpack_maps(maps: Tensor) -> Tensor:
-    """Bit maps (..., 8) uint8, a byte a rank and a bit a file (a lowest), to (..., 8, 8) float32 0 or 1."""
+    """float32 maps (..., 8, 8) from bit maps (..., 8) uint8: a byte per rank, bit 0 the a-file."""
     files = torch.arange(8, dtype=torch.uint8, device=maps.device)
     return (maps.unsqueeze(-1) >> files & 1).float()
 
@@ -31,8 +31,8 @@ def unpack_maps(maps: Tensor) -> Tensor:
 def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
     """Input planes (B, 19, 8, 8) float32 on the device of the batch.
 
-    batch: `pieces` (B, 32) uint8; `state` (B, 6) int16: castling, en_passant, halfmove, repetition, side,
-    ply; optionally `hidden` (B, 8) uint8, a bit map of oriented squares whose piece planes are zero.
+    batch: `pieces` (B, 32) uint8; `state` (B, 6) int16: castling, en_passant, halfmove, repetition, side, ply;
+    optionally `hidden` (B, 8) uint8, bit map of squares with zeroed piece planes.
 
     oriented: 0-5 our P N B R Q K, 6-11 theirs; 12 repetition / 2; 13-16 castling (our K, Q, their K, Q); 17
     the en-passant square; 18 half-move clock / 100.
@@ -55,7 +55,7 @@ def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
         clock = state[:, HALFMOVE, None].float() / 100
         return torch.cat([board, _constant_planes(scalars), en_passant, _constant_planes(clock)], dim=1)
     black = state[:, SIDE].ne(0)
-    # Rows run from rank 8: White's board is turned over; Black's, mirrored already, only swaps colours.
+    # Row 0 is rank 8: flip White's board; Black's is mirrored already and only swaps colours
     turned = torch.cat([board[:, 6:], board[:, :6]], dim=1)
     board = torch.where(black[:, None, None, None], turned, board.flip(2))
     castling = torch.where(black[:, None], castling.roll(2, dims=1), castling)
@@ -77,9 +77,9 @@ def _constant_planes(values: Tensor) -> Tensor:
 
 
 def move_map(encoding: str) -> Tensor:
-    """Table (2, 4672) int64: row side (0 White, 1 Black), oriented policy index -> index of the encoding.
+    """Table (2, 4672) int64 by side (0 White, 1 Black): oriented policy index -> index of the encoding.
 
-    matrix0: absolute squares, see `records.absolute_index`. oriented: the identity, twice.
+    matrix0: absolute squares, see `records.absolute_index`. oriented: identity.
     """
     identity = np.arange(records.POLICY_SIZE)
     black = records.absolute_index.astype(np.int64) if encoding == "matrix0" else identity
@@ -87,12 +87,12 @@ def move_map(encoding: str) -> Tensor:
 
 
 def move_keys(encoding: str) -> tuple[Tensor, Tensor]:
-    """Moves as pairs of a from-square and a key: (`ends` (E,), `place` (4672,)), int64.
+    """Moves as (from-square, key) pairs for attention: (`ends` (E,), `place` (4672,)), int64.
 
-    Keys are the 64 to-squares, then for each piece of an under-promotion (knight, bishop, rook) the E squares `ends`
-    where one can stand. place: of each policy index in a flat table (64, 64 + 3 E); 0 where there is no such move.
+    Keys: the 64 to-squares, then the E promotion squares `ends` for each under-promotion (knight, bishop, rook).
+    place: position of each policy index in the flattened table (64, 64 + 3 E); 0 for indices that are no move.
     """
-    boards = [(np.arange(records.POLICY_SIZE), 0)]  # White's: indices, and what turns a square
+    boards = [(np.arange(records.POLICY_SIZE), 0)]  # White's: policy indices, XOR mask of squares
     if encoding == "matrix0":
         boards.append((records.absolute_index.astype(np.int64), 56))
     ends = np.concatenate([np.arange(56, 64) ^ turn for _, turn in boards])

@@ -1,4 +1,4 @@
-"""Boards as still pictures, with moves as arrows and maps of squares as colours."""
+"""Static boards with moves as arrows and maps as square colours."""
 
 import html
 import re
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from IPython.display import HTML
 
 CLASS_NAMES = {"piece": [*"PNBRQKpnbrqk", "."], "control": ["theirs", "even", "ours"]}
-CLASS_COLOURMAPS = {"piece": "tab20", "control": "PRGn"}  # of classes; of probabilities, PROBABLE
-HIDDEN_COLOUR = "#3a6ea5"  # of squares that the piece head has to guess
-PROBABILITY_COLOURMAP = "Oranges"  # white where nothing is, so that the pieces are seen
+CLASS_COLOURMAPS = {"piece": "tab20", "control": "PRGn"}
+HIDDEN_COLOUR = "#3a6ea5"  # of squares hidden from the network
+PROBABILITY_COLOURMAP = "Oranges"  # white at 0, so that pieces stay visible
 MAX_ARROWS = 5
-BOARD_PIXELS = 220  # pixels of a board
+BOARD_PIXELS = 220
 
 
 class Card(NamedTuple):
-    """A board, White below. moves: UCI -> share, as arrows. fill: square -> `#rrggbb`. note: HTML below."""
+    """A board, White below. moves: UCI -> probability, as arrows. fill: square -> `#rrggbb`. note: HTML below."""
 
     board: chess.Board
     title: str = ""
@@ -39,7 +39,7 @@ class Card(NamedTuple):
 
 
 def boards(cards: Sequence[Card], size: int = BOARD_PIXELS, heading: str = "") -> "HTML":
-    """Cards side by side, `size` pixels each, as a cell displays them. heading: HTML above them."""
+    """Boards side by side as HTML for a cell, `size` pixels each. heading: HTML above them."""
     from IPython.display import HTML
 
     pieces = "".join(chess.svg.PIECES.values())
@@ -54,7 +54,7 @@ def boards(cards: Sequence[Card], size: int = BOARD_PIXELS, heading: str = "") -
             size=size,
             coordinates=False,
         )
-        picture = re.sub("<defs>.*?</defs>", "", picture, flags=re.DOTALL)  # once for all boards is enough
+        picture = re.sub("<defs>.*?</defs>", "", picture, flags=re.DOTALL)  # defined once for all boards
         title = f"<b>{html.escape(card.title)}</b>" if card.title else ""
         caption = f"<figcaption style='font-size:85%'>{card.note}</figcaption>"
         figures.append(f"<figure style='margin:6px;width:{size}px'>{title}{picture}{caption}</figure>")
@@ -63,7 +63,7 @@ def boards(cards: Sequence[Card], size: int = BOARD_PIXELS, heading: str = "") -
 
 
 def arrows(moves: Mapping[str, float]) -> list[chess.svg.Arrow]:
-    """The likeliest moves (UCI -> share), the more opaque the larger their share."""
+    """Arrows of the likeliest moves (UCI -> probability); opacity shows the probability."""
     found = []
     for uci, share in sorted(moves.items(), key=lambda item: item[1])[-MAX_ARROWS:]:
         move, alpha = chess.Move.from_uci(uci), round(255 * (0.3 + 0.6 * min(share, 1.0)))
@@ -72,13 +72,13 @@ def arrows(moves: Mapping[str, float]) -> list[chess.svg.Arrow]:
 
 
 def target_moves(batch: Mapping[str, Tensor], row: int, board: chess.Board) -> dict[str, float]:
-    """UCI -> share of the moves in the policy target of a row, whose board it is."""
+    """Policy target of a row as UCI -> probability. board: its position."""
     targets = zip(batch["policy_index"][row].tolist(), batch["policy_weight"][row].tolist(), strict=True)
     return {move_from_index(index, board).uci(): share for index, share in targets if share > 0}
 
 
 def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
-    """The first rows of a prepared batch with their targets; squares that the piece head has to guess are blue."""
+    """Boards of the first rows of a prepared batch with their targets; hidden squares are blue."""
     part = {name: tensor[:rows].cpu() for name, tensor in batch.items()}
     cards = []
     for row, board in enumerate(boards_of(part)):
@@ -96,13 +96,13 @@ def batch_boards(batch: Mapping[str, Tensor], rows: int) -> "HTML":
 
 
 def map_fill(head: str, values: NDArray[Any], squares: NDArray[np.bool_] | None = None) -> dict[int, str]:
-    """Square -> colour of a map (8, 8) on the real board. squares: those that are coloured; all unless given."""
+    """Square -> colour of a map (8, 8) on the real board. squares: mask of the coloured ones, default all."""
     keep = np.ones(64, bool) if squares is None else squares.ravel()
     return {square: colour for square, colour in enumerate(square_colours(head, values)) if keep[square]}
 
 
 def map_legend(head: str) -> str:
-    """What the colours of a map mean."""
+    """Legend of a map as HTML."""
     return " ".join(f"<span style='color:{colour}'>&#9632;</span>{word}" for word, colour in colour_legend(head))
 
 
@@ -110,14 +110,14 @@ def square_colours(head: str, values: NDArray[Any]) -> list[str]:
     """Colours (`#rrggbb`) of the squares a1, b1, ... h8 of a map (8, 8)."""
     shares = np.asarray(values, float).ravel()
     classes = len(CLASS_NAMES.get(head, ()))
-    return _colours(head, (shares + 0.5) / classes if classes else shares)  # a class lies in the middle of its colour
+    return _colours(head, (shares + 0.5) / classes if classes else shares)  # classes at the centre of their colour
 
 
 def colour_legend(head: str) -> list[tuple[str, str]]:
-    """(words, colour) of what the colours of such a map mean."""
+    """Legend of a head's map: (label, colour) pairs."""
     names = CLASS_NAMES.get(head, ["0%", "50%", "100%"])
-    words = ["empty" if name == "." else name for name in names]
-    return list(zip(words, _colours(head, np.linspace(0, 1, len(names))), strict=True))
+    labels = ["empty" if name == "." else name for name in names]
+    return list(zip(labels, _colours(head, np.linspace(0, 1, len(names))), strict=True))
 
 
 def _colours(head: str, places: NDArray[Any]) -> list[str]:

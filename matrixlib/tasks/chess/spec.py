@@ -1,4 +1,4 @@
-"""Chess as a task: where its data are, what its networks are measured by, and chess as a game of self-play."""
+"""The task spec of chess: data, evaluation, overfit check, self-play game."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ChessGameSpec(GameSpec):
 
 
 class ChessSpec(TaskSpec[ChessConfig]):
-    """Positions with moves and results."""
+    """Chess: positions with policy, win-draw-loss and game result."""
 
     name, demo = "chess", "demo"
     config = ChessConfig
@@ -104,13 +104,13 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return replace(task, trunk=parts.trunk, heads=parts.heads, loss_functions=parts.losses)
 
     def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`planes` (B, 19, 8, 8)."""
+        """Network input `planes` (B, 19, 8, 8)."""
         from matrixlib.tasks.chess.planes import planes
 
         return {"planes": planes(batch, task.config.model.encoding)}
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
-        """Boards with their targets."""
+        """The first boards of a batch with their targets."""
         from matrixlib.tasks.chess.plots import batch_boards
 
         return batch_boards(batch, rows)
@@ -135,7 +135,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def sidecars(self, config: ChessConfig, folder: Path, shards: Sequence[ShardRow], teacher: Any) -> Sidecars | None:
         from matrixlib.tasks.chess.distill import teacher as teachers
 
-        if not config.teacher.cache or not isinstance(teacher, teachers.ChessTeacher):  # of a complete run it is gone
+        if not config.teacher.cache or not isinstance(teacher, teachers.ChessTeacher):  # no teacher in a complete run
             return None
         return teachers.sidecars(teacher, self.task(config), folder, shards)
 
@@ -164,7 +164,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         except ValueError as error:
             problem = str(error)
         if problem:
-            warnings.warn(f"without figures of the teacher: {problem}", stacklevel=2)
+            warnings.warn(f"no comparison with the teacher: {problem}", stacklevel=2)
             return figures.held_out(net, held_out, sample)
         return figures.agreement(net, other, held_out, sample)
 
@@ -201,8 +201,8 @@ class ChessSpec(TaskSpec[ChessConfig]):
         good = np.take_along_axis(table, np.maximum(index, 0).astype(np.int64), axis=1)
         mass = np.where(good, 0, batch["policy_weight"]).sum(1)
         problem = (
-            f"{(mass > 0).sum()} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "
-            "the network can never give it: check the policy encoding of the source"
+            f"{(mass > 0).sum()} of {len(mass)} positions have policy targets on illegal moves "
+            f"(up to {mass.max():.1%}): check the policy encoding of the source"
         )
         return [problem] if mass.any() else []
 
@@ -210,8 +210,8 @@ class ChessSpec(TaskSpec[ChessConfig]):
         base = figures["baselines"]
         top1, better = figures["top1"] > base["uniform_top1"], figures["policy_kl"] < base["uniform_kl"]
         return [
-            ("held-out policy better than uniform", better, "KL to the teacher below that of a uniform guess"),
-            ("held-out moves better than a random legal one", top1, "top-1 agreement above a random move's"),
+            ("held-out policy better than uniform", better, "KL to the labels below that of a uniform policy"),
+            ("held-out moves better than a random legal one", top1, "top-1 accuracy above that of a random move"),
         ]
 
 
@@ -219,7 +219,7 @@ TASK = ChessSpec()
 
 
 def load(run: str | Path, checkpoint: str = "", device: str | Runtime = "auto", compile: bool | str = "auto") -> Net:
-    """The network of a run of chess; arguments and errors as of `matrixlib.tasks.load`, `device` also a runtime."""
+    """Load the network of a chess run, see `matrixlib.tasks.load`; `device` may be a runtime."""
     from matrixlib.tasks.chess.evaluate.net import Net
 
     folder, named = find_run(run)

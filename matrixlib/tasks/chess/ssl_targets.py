@@ -1,6 +1,6 @@
-"""Self-supervised targets of the chess task: tactical bit maps, made on the host, and squares to hide.
+"""Self-supervised targets: tactical bit maps (defined in `bitboard.ssl_maps`) and hidden squares.
 
-Maps follow the definitions in `bitboard.ssl_maps`; they are computed after mirroring, on the oriented board.
+They are computed on the host, after mirroring, on the oriented board.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWAPPED_COLOURS = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12], np.uint8)
-"""Piece classes with the colours exchanged."""
+"""Piece class -> class of the other colour."""
 MAPS = ("threat", "pin", "fork", "control_ours", "control_theirs")  # axis 1 of `target_maps`
 
 
 def target_maps(records: NDArray[np.void]) -> NDArray[np.uint8]:
-    """Bit maps (B, 5, 8) uint8 of B records: axis 1 as `MAPS`, a byte a rank, a bit a file (a lowest)."""
+    """Bit maps (B, 5, 8) uint8 of B records: axis 1 as `MAPS`, a byte per rank, bit 0 the a-file."""
     maps = bitboard.ssl_maps(records["pieces"])
     return maps.astype("<u8", copy=False).view(np.uint8).reshape(-1, len(MAPS), 8)
 
 
 def head_target(batch: Mapping[str, Tensor], head: str) -> Tensor:
-    """(B, 8, 8) target of a head on the oriented board, unpacked from a prepared batch: classes 0-12 of `piece` (12
-    empty), 0-2 of `control` (sign of our attackers less theirs, + 1), else float 0 and 1.
+    """Target (B, 8, 8) of a head on the oriented board, from a prepared batch.
+
+    `piece`: classes 0-12 (12 empty). `control`: 0-2, sign(our attackers - theirs) + 1. Others: float 0 and 1.
     """
     from matrixlib.tasks.chess.planes import unpack_maps, unpack_pieces
 
@@ -43,12 +44,12 @@ def head_target(batch: Mapping[str, Tensor], head: str) -> Tensor:
 def draw_hidden_squares(
     rng: np.random.Generator, rows: int, rows_share: float, squares_share: float
 ) -> NDArray[np.uint8]:
-    """Squares (B, 8) uint8 to hide at the input, bit maps like `target_maps`.
+    """Bit maps (B, 8) uint8 of the squares to hide at the input.
 
-    Each of the B rows has some with probability rows_share: each of its squares with probability squares_share, and
-    (unless that is 0) at least one. The other rows are all 0. Rows with hidden squares give only the piece loss.
+    A row is chosen with probability rows_share; each of its squares is hidden with probability squares_share, at least
+    one unless that is 0. Rows with hidden squares train only the piece head.
     """
-    # All numbers are drawn whatever the shares, so a row's squares do not depend on the choice of the others.
+    # All numbers are drawn in any case, so that a row's squares do not depend on those of other rows
     row_draws, draws, one = rng.random(rows), rng.random((rows, 64), np.float32), rng.integers(64, size=rows)
     squares = draws < squares_share
     none = ~squares.any(axis=1)

@@ -1,1 +1,1 @@
-"""What a trained chess network says, and how good it is."""
+"""Evaluation of chess networks: predictions, strength, throughput."""

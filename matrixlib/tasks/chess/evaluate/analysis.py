@@ -1,4 +1,4 @@
-"""One position, one game or many boards in detail, for people to look at: by a network, and by a search with it."""
+"""Analysis of positions and games by network and search, and boards to browse."""
 
 import html
 import os
@@ -21,8 +21,8 @@ from matrixlib.tasks.spec import Check
 
 
 def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
-    """Evaluate and search a position, as `Net.evaluate` takes it; a third occurrence is searched as if it were the
-    second. ValueError where it is none, or the game is over."""
+    """Evaluate and search a position (see `Net.evaluate`); a third occurrence is searched like a second. ValueError for
+    an invalid position and a finished game."""
     board = read_position(position)
     game = ChessGame()
     claim = board.is_repetition(3) and not board.is_fivefold_repetition()
@@ -37,14 +37,14 @@ def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
 
 
 def read_game(path: str | Path) -> list[chess.Board]:
-    """The positions of the first game of a PGN file, with its moves. ValueError where there is none."""
+    """Positions of the first game of a PGN file; ValueError without one."""
     file = Path(path)
     if not os.path.isfile(file):
         raise ValueError(f"no PGN file at '{path}'")
     try:
         with file.open(encoding="utf-8", errors="replace") as stream:
             game = chess.pgn.read_game(stream)
-    except IndexError:  # a variation that ends before it began
+    except IndexError:  # an unbalanced variation
         game = None
     if game is None or game.errors or not game.variations:
         raise ValueError(f"'{file.name}' does not start with a game reference moves can be played")
@@ -85,16 +85,16 @@ class BoardViewer:
         return widget
 
     def check(self, net: Net) -> Check:
-        """Whether the network's policy is one over the legal moves of every position."""
+        """Check that the policy is a distribution over the legal moves of every position."""
         legal = True
         for one in net.evaluate_boards([position.board for position in self.positions]):
             legal &= set(one.moves) == {move.uci() for move in one.board.legal_moves}
             legal &= not one.moves or abs(sum(one.moves.values()) - 1) < 1e-3
-        return "the policy is one over the legal moves", legal, f"{len(self)} positions"
+        return "policy over legal moves sums to 1", legal, f"{len(self)} positions"
 
 
 def game_viewer(path: str | Path) -> BoardViewer:
-    """The positions of the first game of a PGN file, with its moves. ValueError where there is none."""
+    """Viewer of the first game of a PGN file with its moves; ValueError without one."""
     boards = read_game(path)
     moves: list[dict[str, float]] = [{board.peek().uci(): 1.0} for board in boards[1:]]
     titles = [f"move {board.fullmove_number} of the game" for board in boards]
@@ -102,7 +102,7 @@ def game_viewer(path: str | Path) -> BoardViewer:
 
 
 def held_out_viewer(held_out: Loader, count: int) -> BoardViewer:
-    """The same `count` held-out positions for every run of a data set, with the teacher's moves."""
+    """`count` held-out positions, the same for every run of a data set, with the labels' moves."""
     positions: list[plots.Card] = []
     for batch in held_out.sequential(count, sample=count):
         for row, board in enumerate(boards_of(batch)):

@@ -1,4 +1,4 @@
-"""Evaluation of a network on held-out positions: every figure beside its baselines, reliability of the value head."""
+"""Held-out evaluation: accuracy with baselines, calibration of the value head, agreement with a teacher."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.losses import value_target
 from matrixlib.tasks.chess.records import captured_value
 
-MIN_MOVES = 3  # of a position whose log-probabilities are correlated: any two lie on a line
+MIN_MOVES = 3  # for a correlation: two points always lie on a line
 
 
 def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
-    """Figures on held-out positions (`sample`: so many, 0 = all), each with its baselines.
+    """Metrics on held-out positions with their baselines. sample: number of positions, 0 for all.
 
-    top1, top3, top5: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
-    value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform over
-    legal moves, best capture by piece value (no capture on offer = a wrong answer), majority class.
+    top1, top3, top5: accuracy against the labels' best moves. policy_kl: nats. wdl_accuracy. value_correlation: Pearson
+    of expected scores. The last two need value targets. Baselines: uniform over legal moves, best capture by piece
+    value (wrong without a capture), majority class.
     """
     base: dict[str, float] = defaultdict(float)
 
@@ -37,7 +37,7 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     terms = frozenset({"policy", "value"})
     validation = validate(net.task, net.model, batches(), net.runtime, terms, "full")
     if validation is None or not validation.counts["policy"]:
-        raise ValueError("the held-out positions have no policy target to evaluate on; import others")
+        raise ValueError("the held-out positions have no policy targets; import others")
     metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]
     chance = {name: amount / policy for name, amount in base.items() if name.startswith(("uniform_", "best_capture"))}
     figures: dict[str, Any] = {
@@ -57,7 +57,7 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
 
 
 def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, float]:
-    """Sums of the baselines over a host batch (rows with a policy target; rows with a value target for the classes)."""
+    """Sums of the baselines over the rows of a host batch with a policy target (classes: with a value target)."""
     index, weight = batch["policy_index"], batch["policy_weight"].astype(np.float64)
     legal = index >= 0
     total = weight.sum(1)
@@ -73,7 +73,7 @@ def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, fl
     has_result = (batch["result"] != 2) & (result_share > 0)  # win 1, draw 0, loss -1, unknown 2
     classes = np.where(has_wdl, batch["wdl"].argmax(1), 1 - batch["result"])[has_wdl | has_result]
     ties = best.sum(1)
-    # Moves of n drawn without replacement: the chance that the next one, too, is none of the `ties` best.
+    # Draws without replacement: probability that draw k + 1 misses the `ties` best moves as well
     missed = [np.clip((n_legal - ties - k) / np.maximum(n_legal - k, 1), 0, 1) for k in range(5)]
     hit = 1 - np.cumprod(missed, axis=0)
     return {
@@ -85,8 +85,8 @@ def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, fl
 
 
 def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, pd.DataFrame]:
-    """How often it is so if the value head says p, by `calibration`: for `win`, `draw` and `loss`, or for the `score`
-    in [0, 1] of a head with one value; targets are those of the loss."""
+    """Reliability of the value head, see `calibration`: of `win`, `draw` and `loss`, or of the `score` in [0, 1]
+    of a scalar head, against the loss's targets."""
     outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
     for batch in loader.sequential(batch_size, sample=sample):
         target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
@@ -103,24 +103,24 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
 def calibration(
     probability: np.ndarray, truth: np.ndarray, edges: Sequence[float] = tuple(np.arange(1, 10) / 10)
 ) -> pd.DataFrame:
-    """A row for each bin of p that is used: mean `probability`, `share` that is so, `count`. truth: (N,) of what is so,
-    or the chance of it."""
+    """A row per non-empty bin: mean predicted `probability`, observed `share`, `count`. truth: (N,) outcomes, or their
+    probabilities."""
     groups = pd.DataFrame({"probability": probability, "share": truth}).groupby(np.digitize(probability, edges))
     return groups.mean().assign(count=groups.size()).reset_index(drop=True)
 
 
 def calibration_error(points: pd.DataFrame) -> float:
-    """Mean distance of a probability from the share that is so, over positions (expected calibration error)."""
+    """Expected calibration error: mean |probability - share|, weighted by count."""
     return float(np.average((points["probability"] - points["share"]).abs(), weights=points["count"]))
 
 
 def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
-    """The figures of `held_out` with these (`sample`: on so many positions, 0 = all), by name.
+    """Metrics of `held_out` plus agreement with the teacher. sample: number of positions, 0 for all.
 
-    teacher_correlation: Pearson correlation of the two networks' log-probabilities over the legal moves of a position,
-    the median over positions; pooled it would come out higher for any pair. label_correlation: the same with the
-    labels, over the moves that have a share. teacher_kl: KL(teacher || network), nats. teacher_top1: the same best
-    move. teacher_value_correlation: Pearson of expected scores. ValueError as of `held_out`.
+    teacher_correlation: Pearson correlation of the log-probabilities over a position's legal moves, median over
+    positions (pooling would inflate it). label_correlation: the same with the labels, over moves with weight.
+    teacher_kl: KL(teacher || network), nats. teacher_top1: equal best moves. teacher_value_correlation: Pearson of
+    expected scores. ValueError as in `held_out`.
     """
     parts = []
     for tensors in loader.sequential(batch_size, sample=sample):
@@ -150,8 +150,8 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
 
 
 def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
-    """(B,) Pearson correlations of rows (B, L) over the entries `among` (B, L); nan for fewer than MIN_MOVES, and where
-    one side does not vary."""
+    """Pearson correlations (B,) of rows (B, L) over the mask `among`; nan below MIN_MOVES entries or without
+    variance."""
     among = np.ones(x.shape, bool) if among is None else among
     count = among.sum(1)
     x, y = (np.where(among, side, 0).astype(np.float64) for side in (x, y))

@@ -1,4 +1,4 @@
-"""A trained network for use; `Net.predict` is the one way to its opinion."""
+"""A trained chess network for inference."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
     from matrixlib.play.search import SearchResult
 
-BOARDS_PER_BATCH = 512  # boards turned into arrays at a time
+BOARDS_PER_BATCH = 512
 INPUTS = ("pieces", "state", "policy_index")
-"""Of a batch of `prepare`: what networks are asked with. One that looks at history fills it up by its own rule."""
+"""Network inputs of a prepared batch. Networks with history fill it in by their own rule."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One position, evaluated by a network and perhaps by a search with it; values are the side to move's.
+    """A network's evaluation of one position, from the side to move.
 
-    moves: UCI -> probability, most probable first, all legal moves. wdl: (win, draw, loss), None for a scalar head.
-    value: expected result in [-1, 1]. ssl: head -> float array (classes, 8, 8) of probabilities on the real board
-    (row 0 = rank 1, column 0 = file a); "ours" in them is the side to move. search: of `analysis.analyse`.
+    moves: UCI -> probability of all legal moves, most probable first. wdl: (win, draw, loss), None for a scalar head.
+    value: expected result in [-1, 1]. ssl: head -> probabilities (classes, 8, 8) on the real board (row 0 = rank 1,
+    column 0 = a-file); "ours" is the side to move. search: result of `analysis.analyse`.
     """
 
     board: chess.Board
@@ -50,12 +50,12 @@ class Evaluation:
 
     @property
     def best(self) -> str | None:
-        """Most probable move in UCI; None where there is no legal move."""
+        """Most probable move in UCI; None without a legal move."""
         return next(iter(self.moves), None)
 
     @property
     def visits(self) -> dict[str, float]:
-        """UCI -> share of the search's visits, of the moves that it visited; empty without a search."""
+        """UCI -> share of the search's visits, visited moves only; empty without a search."""
         shares = zip(self.search.moves, self.search.policy, strict=True) if self.search else ()
         return {move_from_index(int(move), self.board).uci(): float(share) for move, share in shares if share > 0}
 
@@ -69,19 +69,19 @@ class Evaluation:
 
     @property
     def maps(self) -> dict[str, np.ndarray]:
-        """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
+        """Head -> map (8, 8) on the real board: a probability, or the likeliest class."""
         one = {head: p[0] if len(p) == 1 else p.argmax(0) for head, p in self.ssl.items()}
         return {head: values.astype(np.float32) for head, values in one.items()}
 
     @property
     def summary(self) -> str:
-        """The network's opinion in a line."""
+        """The network's evaluation in one line."""
         side = "White" if self.board.turn else "Black"
         chances = "" if self.wdl is None else "win {:.0%}, draw {:.0%}, loss {:.0%}; ".format(*self.wdl)
         return f"{side} to move, {self.value:+.2f}: {chances}{self._words(self.moves) or 'the game is over'}"
 
     def __str__(self) -> str:
-        """The FEN, the network's opinion and, after a search, the search's with its line."""
+        """The FEN, the network's evaluation and the search's result."""
         lines = [self.fen, f"network  {self.summary}"]
         if result := self.search:
             plies = int(result.plies[result.moves == result.best][0])
@@ -95,7 +95,7 @@ class Evaluation:
         return ", ".join(f"{self.board.san(chess.Move.from_uci(move))} {share:.0%}" for move, share in best)
 
     def boards(self, others: Mapping[str, Mapping[str, float]] = {}, heading: str = "") -> HTML:
-        """The network's moves, the search's and those of `others` (title -> UCI -> share) as arrows, and a map for each
+        """Boards with the moves of network, search and `others` (title -> UCI -> probability) as arrows, and a map per
         self-supervised head. heading: HTML above them."""
         from matrixlib.tasks.chess.plots import Card, boards, map_fill, map_legend
 
@@ -107,17 +107,17 @@ class Evaluation:
 
 
 class Net(Network):
-    """A network that plays chess."""
+    """A chess network for inference."""
 
     task: ChessTask
 
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
-        """Evaluate FENs, or positions as UCI has them (`startpos moves e2e4 e7e5`, `fen <FEN> moves ...`), whose moves
-        matter to networks that look at what came before. ValueError names a bad FEN or move."""
+        """Evaluate FENs or UCI positions (`startpos moves e2e4 e7e5`, `fen <FEN> moves ...`); networks with history use
+        the moves. ValueError names a bad FEN or move."""
         return list(self.evaluate_boards(_boards(positions)))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
-        """Evaluate boards, with the moves that led to them."""
+        """Evaluate boards; networks with history use their move stacks."""
         heads: frozenset[str] = frozenset(self.task.config.model.ssl)
         for start in range(0, len(boards), BOARDS_PER_BATCH):
             part = boards[start : start + BOARDS_PER_BATCH]
@@ -135,21 +135,21 @@ class Net(Network):
                 yield Evaluation(board, moves, wdl, float(out["value"][row]), ssl)
 
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
-        """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
+        """Expected results (N,) in [-1, 1] of the sides to move."""
         parts = [boards[start : start + BOARDS_PER_BATCH] for start in range(0, len(boards), BOARDS_PER_BATCH)]
         values = [self.predict(self._pack(part))["value"] for part in parts]
         return np.concatenate([np.zeros(0, np.float32), *values])
 
     def batch(self, positions: str | Sequence[str]) -> Batch:
-        """Positions, as `evaluate` takes them, as one packed batch of tensors on the network's device, for
-        `net.task.predict(net.model, batch)`: `policy` (N, L), log-probabilities of the moves `batch["policy_index"]`;
-        `value` (N,); `wdl` (N, 3), all on the device."""
+        """Positions (see `evaluate`) as one packed batch on the network's device, for `net.task.predict(net.model,
+        batch)`, which gives `policy` (N, L) log-probabilities of `batch["policy_index"]`, `value` (N,), `wdl` (N, 3).
+        """
         tensors = {name: torch.from_numpy(array) for name, array in self._pack(_boards(positions)).items()}
         return to_device(tensors, self.runtime.torch_device)
 
     def planes(self, positions: str | Sequence[str]) -> Tensor:
-        """Positions, as `evaluate` takes them, as (N, C, 8, 8) float32 planes on the network's device: the input of
-        `net.model(planes, heads)`; heads: a frozenset of "policy", "value" and "ssl_<head>"."""
+        """Positions (see `evaluate`) as float32 planes (N, C, 8, 8) on the network's device, for `net.model(planes,
+        heads)`; heads: a frozenset of "policy", "value" and "ssl_<head>"."""
         return self.task.planes(self.batch(positions))
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:

@@ -1,5 +1,4 @@
-"""Chess networks in files of other programs: ONNX (planes in, moves, value and maps out) with the extra `onnx`; Lc0's
-weights and checkpoints of Matrix0 are read."""
+"""Chess networks in other formats: ONNX export and import (extra `onnx`), import of Lc0 and Matrix0 files."""
 
 import itertools
 import json
@@ -27,7 +26,7 @@ from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
 
-ROWS = (1, 3, 32)  # of the batches that `export` compares
+ROWS = (1, 3, 32)  # batch sizes that `export` verifies
 PIECES = "PNBRQK"
 PLANE_NAMES = {
     "oriented": (
@@ -57,8 +56,8 @@ BOARDS = {
 
 
 class ChessOnnx(onnx.OnnxModule):
-    """A network from its planes (B, 19, 8, 8) float32 to: `policy` (B, 4672) logits, illegal moves not masked; `wdl`
-    (B, 3) probabilities of win, draw and loss, or `value` (B,) in -1..1; `ssl_<head>` (B, c, 8, 8) probabilities."""
+    """A network from planes (B, 19, 8, 8) float32 to `policy` (B, 4672) logits of all moves, `wdl` (B, 3)
+    probabilities or `value` (B,) in [-1, 1], and `ssl_<head>` (B, c, 8, 8) probabilities."""
 
     inputs = ("planes",)
 
@@ -76,7 +75,7 @@ class ChessOnnx(onnx.OnnxModule):
         return out["policy"], value, *maps
 
     def metadata(self) -> dict[str, str]:
-        """What a consumer must know, as text; `planes` and `moves` are lists in JSON."""
+        """Metadata for users of the file as text; `planes` and `moves` are JSON lists."""
         encoding = self.task.config.model.encoding
         return {
             "task": "chess",
@@ -93,7 +92,7 @@ class ChessOnnx(onnx.OnnxModule):
 
 
 class _OnnxModel(nn.Module):
-    """A chess ONNX file in the place of `PolicyValueNet`; without self-supervised heads."""
+    """An exported ONNX file behind the interface of `PolicyValueNet`, without self-supervised heads."""
 
     def __init__(self, path: Path | str, threads: int) -> None:
         super().__init__()
@@ -106,8 +105,8 @@ class _OnnxModel(nn.Module):
 
 
 def moves(encoding: str) -> list[str]:
-    """The move of each policy index in UCI, on the side to move's board (`oriented`) or on White's; "" where there is
-    none. A pawn that reaches the last rank by a move without a letter becomes a queen."""
+    """UCI move of each policy index on the board of the side to move (`oriented`) or White's (`matrix0`), "" for none.
+    A pawn move to the last rank without a letter promotes to a queen."""
     square, names = chess.SQUARE_NAMES, [""] * bitboard.POLICY_SIZE
     black = move_map(encoding)[1].tolist()
     for index, code in enumerate(bitboard.POLICY_MOVE.tolist()):
@@ -121,12 +120,13 @@ def moves(encoding: str) -> list[str]:
 
 
 def export(net: Net, path: Path | str) -> onnx.OnnxFile:
-    """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `ChessOnnx`; its metadata say what planes
-    and moves mean. Compared on held-out positions of the sample set; errors as of `engine.onnx.export`. ValueError for
-    networks of Lc0, whose planes are others, and ONNX files.
+    """Export a chess network as ONNX, see `ChessOnnx`, with planes and moves described in the metadata.
+
+    Verified on held-out positions of the sample set. ValueError for Lc0 networks and ONNX files; other errors as in
+    `engine.onnx.export`.
     """
     if net.task.history or isinstance(net.model, _OnnxModel):
-        raise ValueError("a network of Lc0 or of an ONNX file is not written as ONNX: other programs read its own file")
+        raise ValueError("networks from Lc0 or ONNX files are not written as ONNX: use their own file")
     batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
     inputs = planes(batch, net.task.config.model.encoding).numpy()
     batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
@@ -134,20 +134,20 @@ def export(net: Net, path: Path | str) -> onnx.OnnxFile:
 
 
 def load(net: Net, path: Path | str) -> Net:
-    """A network like `net` whose outputs an ONNX file computes, without self-supervised heads."""
+    """The network `net` computed by its ONNX file, on the CPU, without self-supervised heads."""
     runtime = replace(net.runtime, device="cpu", dtype="fp32", channels_last=False)
     return Net(_OnnxModel(path, runtime.threads), net.task, runtime)
 
 
 def _open_onnx(path: Path, device: str | Runtime) -> Net:
-    """The network in a file that `export` wrote, on the CPU, without self-supervised heads. ValueError for others."""
+    """Open a file written by `export`, on the CPU, without self-supervised heads; ValueError for other files."""
     runtime = runtime_for_use(ChessConfig(task="chess"), device, "fp32")
     try:
         model = _OnnxModel(path, runtime.threads)
-    except Exception as error:  # onnxruntime's own classes, which have no common base but this
+    except Exception as error:  # onnxruntime's exceptions have no common base
         if isinstance(error, ValueError):
             raise
-        raise ValueError(f"{path.name} is no ONNX file that can be read: {error}") from None
+        raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from None
     facts = model.session.get_modelmeta().custom_metadata_map
     if facts.get("task") != "chess" or facts.get("encoding") not in PLANE_NAMES:
         raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead")
@@ -158,9 +158,9 @@ def _open_onnx(path: Path, device: str | Runtime) -> Net:
 
 
 def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
-    """The network in a file, by the end of its name; None for other names. ValueError names a file that is damaged.
+    """Open a network file by its extension; None for an unknown one. ValueError names a damaged file.
 
-    Those of Lc0 are in fp32: their half-move clock is a plane of up to 100, and the rounding of bf16 shows.
+    Lc0 networks run in fp32: bf16 would round their half-move plane, which goes up to 100.
     """
     name, precision = path.name.lower(), "auto"
     if name.endswith(".onnx"):
@@ -178,34 +178,34 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
 
 
 def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
-    """What a file of Matrix0 does not say of its network is warned of. ValueError names a file that cannot be."""
+    """Open a Matrix0 checkpoint, with a warning about assumed options; ValueError names an unreadable file."""
     data = read_checkpoint(path)
     try:
         model_config, message = infer_config(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
-        with torch.device("meta"):  # before a network of the sizes that a file claims takes memory
+        with torch.device("meta"):  # a file may claim sizes that do not fit in memory
             empty = PolicyValueNet(model_config)
         weights = convert_weights(data, empty.state_dict())
         empty.load_state_dict(weights, assign=True)
         model = task.build_model()
         model.load_state_dict(weights)
-    except (ValueError, IndexError, TypeError, RuntimeError) as error:  # a stranger's options and shapes are anything
+    except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):
             reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {reason}") from None
+        raise ValueError(f"{path.name} cannot be read as a Matrix0 network: {reason}") from None
     if message:
         warnings.warn(f"{path.name}: {message}", stacklevel=3)
     return task, model
 
 
 def backends(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
-    """The same network evaluated in every way there is, by name, which ends with the dtype; on the CPU, with the extra
-    `onnx`, also as ONNX files in `folder`."""
+    """The network on every inference backend, by a name that ends with the dtype. On the CPU with the extra `onnx` also
+    through ONNX files in `folder`."""
     nets = {}
-    for way, serving in {"torch": None, "compiled": runtimes.serving(net.runtime.device, compiled)}.items():
+    for name, serving in {"torch": None, "compiled": runtimes.serving(net.runtime.device, compiled)}.items():
         for dtype in ("fp32", "bf16") if serving is None or compiled else ():
-            nets[f"{way} {dtype}"] = Net(net.model, net.task, replace(net.runtime, dtype=dtype), serving)
+            nets[f"{name} {dtype}"] = Net(net.model, net.task, replace(net.runtime, dtype=dtype), serving)
     if net.runtime.device == "cpu" and onnx.installed():
         export(net, folder / "model.onnx")
         onnx.quantise(folder / "model.onnx", folder / "model.int8.onnx")

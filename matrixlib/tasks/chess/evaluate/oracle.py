@@ -1,4 +1,4 @@
-"""The self-supervised targets once more, slowly, by python-chess: the oracle of `bitboard.ssl_maps`."""
+"""Reference implementation of `bitboard.ssl_maps` with python-chess, slow."""
 
 import chess
 import numpy as np
@@ -10,12 +10,12 @@ from matrixlib.tasks.chess.records import PIECE_VALUES
 Maps = dict[str, NDArray[np.uint8]]
 
 EMPTY = 12
-_VALUES = (*PIECE_VALUES[:5], 1000)  # P N B R Q K, which is above all
+_VALUES = (*PIECE_VALUES[:5], 1000)  # P N B R Q K
 
 
 def maps(board: chess.Board, backwards: bool = False) -> Maps:
-    """Targets (8, 8) uint8 of one position by head, on the board of the side to move; and `ours`, what that side
-    attacks. backwards: with pawns that attack the two squares behind them."""
+    """Targets (8, 8) uint8 of one position by head, on the board of the side to move, plus `ours`: the squares that it
+    attacks. backwards: pawns attack the two squares behind them."""
     board = board if board.turn == chess.WHITE else board.mirror()
     pieces = board.piece_map()
     attacks = {square: board.attacks_mask(square) for square in pieces}

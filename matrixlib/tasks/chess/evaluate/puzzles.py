@@ -1,6 +1,6 @@
-"""Positions with an answer: Lichess puzzles and EPD suites, solved by the network alone and by searches with it.
+"""Lichess puzzles and EPD suites, solved by the network alone and by search.
 
-Puzzles count twice: their first move, and the whole line. Shares come with Wilson's 95 % interval.
+Solve rates of the first move and of the whole line, with Wilson 95 % intervals.
 """
 
 import os
@@ -25,18 +25,21 @@ from matrixlib.tasks.chess.importers.notation import open_compressed, read_lines
 from matrixlib.tasks.chess.records import PIECE_VALUES, from_boards, move_from_index, parse_fen, positions_before
 
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
-"""Boards -> the move for each in UCI, None where there is none."""
+"""Boards -> a UCI move each, None without one."""
 Flags = NDArray[np.bool_]
 BASELINE = "best capture"
 RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
-MIN_THEME_PUZZLES = 20  # of a theme that is shown
-MAX_SIMULATIONS = 50_000  # of all trees that are searched at once
+MIN_THEME_PUZZLES = 20  # rarer themes are not listed
+MAX_SIMULATIONS = 50_000  # over all trees of a batch
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A position to solve: `board` is after the opponent's set-up move, `line` the solution, whose moves 0, 2, ... are
-    to be found. answers: of an EPD suite, all moves that solve it, of which `line` is one. rating: 0 where unknown."""
+    """A position to solve.
+
+    board: after the opponent's set-up move. line: the solution; moves 0, 2, ... are to be found. answers: all solutions
+    of an EPD exercise; `line` is one of them. rating: 0 for unknown.
+    """
 
     board: chess.Board
     line: tuple[chess.Move, ...]
@@ -46,17 +49,17 @@ class Puzzle:
 
 
 def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
-    """Lichess puzzles of a CSV file (columns FEN, Moves, Rating, maybe Themes; FEN is before the set-up move), also
-    compressed. limit: the first so many, 0 all. ValueError names the file, and the line that is not legal chess."""
+    """Read Lichess puzzles from a CSV file, plain or compressed: columns FEN (before the set-up move), Moves, Rating,
+    optionally Themes. limit: maximum number, 0 for all. ValueError names the file and the invalid line."""
     file = _existing_file(path)
     with open_compressed(file) as stream:
         options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "nrows": limit or None}
         try:
             table = pd.read_csv(stream, encoding="utf-8-sig", encoding_errors="replace", **options)
         except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-            raise ValueError(f"'{file.name}' is no CSV of puzzles ({error}); a Lichess puzzle CSV is one") from error
+            raise ValueError(f"'{file.name}' is no CSV of puzzles ({error}); give a Lichess puzzle CSV") from error
     if missing := {"FEN", "Moves", "Rating"} - set(table):
-        raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them")
+        raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; give a Lichess puzzle CSV")
     themes = table.get("Themes", pd.Series("", table.index))
     puzzles = []
     for number, row in enumerate(zip(table["FEN"], table["Moves"], table["Rating"], themes, strict=True), start=2):
@@ -85,8 +88,8 @@ def _puzzle(fen: str, moves: str, rating: str, themes: str) -> Puzzle:
 
 
 def read_epd(path: str | Path) -> list[Puzzle]:
-    """Puzzles of an EPD file, also a compressed one: lines with `bm` (one of these) or `am` (none of these); `#`
-    starts a comment. ValueError names the file, and the line that is no puzzle; also where there is none at all."""
+    """Read exercises from an EPD file, plain or compressed: lines with `bm` (best moves) or `am` (moves to avoid); `#`
+    starts a comment. ValueError names the file and the invalid line, and a file without exercises."""
     file, puzzles = _existing_file(path), []
     with open_compressed(file) as stream:
         text = [part for line in read_lines(stream) for part in line.decode("utf-8-sig", "replace").splitlines()]
@@ -102,12 +105,12 @@ def read_epd(path: str | Path) -> list[Puzzle]:
             raise ValueError(f"'{file.name}' line {number}: {error}") from None
         puzzles.append(Puzzle(board, (next(iter(answers)),), answers=answers))
     if not puzzles:
-        raise ValueError(f"'{file.name}' has no exercise: give an EPD file with lines that say bm or am")
+        raise ValueError(f"'{file.name}' has no exercise: give an EPD file with bm or am")
     return puzzles
 
 
 def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
-    """The baseline, the network by itself in two ways, and a search for each number of simulations; by name."""
+    """Solvers by name: best capture, policy, one-ply value, and a search per number of simulations."""
     fixed: dict[str, Solver] = {
         BASELINE: lambda boards: [best_capture(board) for board in boards],
         "policy": lambda boards: [evaluation.best for evaluation in net.evaluate_boards(boards)],
@@ -117,7 +120,7 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
 
 
 def searcher(net: Net, simulations: int) -> Solver:
-    """Plays the best move of a search with so many simulations. ValueError where the game is drawn by rule."""
+    """Solver that plays the best move of a search. ValueError for a position in which the game is drawn by rule."""
     play = network_player(net, simulations)
     at_once = max(1, min(256, MAX_SIMULATIONS // max(simulations, 1)))
 
@@ -138,7 +141,7 @@ def searcher(net: Net, simulations: int) -> Solver:
 
 
 def best_capture(board: chess.Board) -> str | None:
-    """The capture of the most valuable piece (P1 N3 B3 R5 Q9), lowest UCI among equals; None without one."""
+    """Capture of the most valuable piece (P1 N3 B3 R5 Q9), ties by UCI text; None without a capture."""
     captures = [
         (-PIECE_VALUES[(board.piece_type_at(move.to_square) or chess.PAWN) - 1], move.uci())
         for move in board.generate_legal_captures()
@@ -147,7 +150,7 @@ def best_capture(board: chess.Board) -> str | None:
 
 
 def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
-    """For each board the move after which the opponent's expected result is lowest; mates and draws by rule exact."""
+    """Best move of each board by a one-ply search on values; mates and draws by rule are exact."""
     moves = [(i, move) for i, board in enumerate(boards) for move in board.legal_moves]
     children = [_after(boards[i], move) for i, move in moves]
     values = -net.values(children).astype(np.float64)
@@ -161,9 +164,9 @@ def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
 
 
 def grade(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
-    """(first move found, whole line found), both (N,). Any move that mates is right where the answer mates."""
-    found = np.zeros(len(puzzles), np.int64)  # moves of the line, up to the first that was missed
-    boards = [puzzle.board.copy() for puzzle in puzzles]  # with the set-up move, which some networks look at
+    """(first move solved, whole line solved), both (N,). If the solution mates, any mating move is correct."""
+    found = np.zeros(len(puzzles), np.int64)  # solved plies of the line
+    boards = [puzzle.board.copy() for puzzle in puzzles]  # with the set-up move, for networks with history
     live, ply = list(range(len(puzzles))), 0
     while live:
         moves = solver([boards[i] for i in live])
@@ -178,7 +181,7 @@ def grade(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
 
 
 def is_correct(board: chess.Board, puzzle: Puzzle, ply: int, move: str | None) -> bool:
-    """Whether a move is the answer at this ply of the line, or one of several, or mates as the answer does."""
+    """Whether a move is a solution at this ply of the line, or mates as the solution does."""
     if move is None or move == puzzle.line[ply].uci():
         return move is not None
     if puzzle.answers:
@@ -193,8 +196,8 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
 
 
 def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
-    """A row for each group (`all`, bands of rating, themes of MIN_PUZZLES puzzles) and solver: puzzles, and the shares
-    of first moves and whole lines that it finds, in percent with their 95 % intervals."""
+    """Solve rates in percent with 95 % intervals, a row per solver and group (`all`, rating bands, themes with
+    MIN_THEME_PUZZLES)."""
     results = {name: grade(solver, puzzles) for name, solver in by.items()}
     rows = []
     for group, members in _groups(puzzles).items():

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, checked before it begins: what ends a match after an hour is said at its start."""
+"""Validation of eval.ipynb's parameters before the evaluation starts."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ MINIMUM = {"simulations": 1, "engine_elo": 1, "engine_nodes": 1, "sample": 0, "p
 
 
 def check_request(parameters: Mapping[str, Any]) -> None:
-    """ValueError names what cannot be done of the parameters of eval.ipynb; empty paths are not asked for."""
+    """Check the parameters of eval.ipynb; ValueError names the invalid one. Empty paths are skipped."""
     for name, least in MINIMUM.items():
         if (worst := np.min(parameters.get(name, least), initial=least)) < least:
             raise ValueError(f"'{name}' must be {least} or more, not {worst}")
@@ -22,10 +22,10 @@ def check_request(parameters: Mapping[str, Any]) -> None:
     for name, path in outputs.items():
         place = path if os.path.exists(path) else os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.access(place, os.W_OK):
-            raise ValueError(f"'{name}': '{path}' cannot be written: give a file in a folder that is there and yours")
+            raise ValueError(f"'{name}': '{path}' cannot be written: give a file in an existing, writable folder")
     if len(set(outputs.values())) < len(outputs):
-        raise ValueError("two of pgn, onnx and int8 name one file: give each a path of its own")
+        raise ValueError("pgn, onnx and int8 must be different files")
     if "int8" in outputs and "onnx" not in outputs:
-        raise ValueError("int8 is made of the file that `onnx` names: give -p onnx model.onnx, too")
+        raise ValueError("int8 needs the ONNX file: also give -p onnx model.onnx")
     if "pgn" in outputs and not parameters.get("games"):
-        raise ValueError("pgn: there are no games to write: give -p games 20, too")
+        raise ValueError("pgn needs games: also give -p games 20")

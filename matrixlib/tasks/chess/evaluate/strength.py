@@ -1,4 +1,4 @@
-"""Players of matches, and Elo of a network: against fixed players, Stockfish and other networks, by simulations."""
+"""Playing strength: match players, and Elo against fixed players, Stockfish and other networks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,17 +31,17 @@ Names: TypeAlias = tuple[str, str]
 # One leaf a tree: batches are filled by many games, and virtual loss costs strength
 MATCH_SEARCH = SearchOptions(leaves=1)
 OPENING_PLIES = 6
-RESERVED_NAMES = ("network", "Stockfish")  # names that a number follows
-HASH_MB = 16  # of an engine, which is its own default
+RESERVED_NAMES = ("network", "Stockfish")  # players are called "network 100", "Stockfish 1500"
+HASH_MB = 16  # Stockfish's default
 
 
 def network_player(net: Net, simulations: int) -> Player:
-    """Plays the best move of a search with the network, without noise; 0 simulations: the most probable move."""
+    """Player of the best move of a search without noise; 0 simulations: the policy's best move."""
     return search_player(ChessGame(), Evaluator(net), simulations, MATCH_SEARCH)
 
 
 def capture_player(seed: int) -> Player:
-    """Takes the most valuable piece on offer (P1 N3 B3 R5 Q9, the first move among equals), else plays any move."""
+    """Player that captures the most valuable piece (P1 N3 B3 R5 Q9, ties by index), else moves at random."""
     game = ChessGame()
     anything = random_player(game, seed)
 
@@ -56,8 +56,8 @@ def capture_player(seed: int) -> Player:
 
 
 def engine_player(engine: Stockfish, nodes: int) -> Player:
-    """Plays the moves of a UCI engine that searches so many nodes for each, as clocks say little on a shared machine.
-    It is told the game so far, so that it sees repetitions, and forgets all others."""
+    """Player of a UCI engine with a fixed number of nodes per move, as clocks are unreliable on a shared machine. The
+    engine gets the game so far, for repetitions, with an empty hash."""
 
     def play(turn: Turn) -> Choice:
         answers = []
@@ -76,10 +76,10 @@ def engine_player(engine: Stockfish, nodes: int) -> Player:
 
 
 def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]:
-    """Chess networks (runs, checkpoints, files) by the last part of a path, or the whole where it is not alone.
-    ValueError for a path that stands twice, and where there is no network of chess."""
+    """Load chess networks (runs, checkpoints, files), keyed by the last part of the path, or by the whole path if that
+    is ambiguous. ValueError for a duplicate and for anything but a chess network."""
     if wrong := [path for path in paths if not isinstance(path, str) or paths.count(path) > 1]:
-        raise ValueError(f"opponents: {wrong[0]!r} stands there twice, or is no name: give runs, checkpoints or files")
+        raise ValueError(f"opponents: {wrong[0]!r} is a duplicate or no path: give runs, checkpoints or files")
     last = [Path(path).name for path in paths]
     names = [name if last.count(name) == 1 else path for name, path in zip(last, paths, strict=True)]
     names = [f"opponent {name}" if name in RESERVED_NAMES else name for name in names]
@@ -97,11 +97,11 @@ def gauntlet(
     opponents: Mapping[str, Net] | None = None,
     tournament: bool = False,
 ) -> Iterator[tuple[Names, Match]]:
-    """Matches of `games` games (two from each opening) one after the other, with the names of their players.
+    """Play matches of `games` games (two per opening); yields the players' names and the match.
 
-    The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo;
-    then itself with the next smaller number, and each of `opponents`, which has as many simulations. tournament: then
-    all others meet each other, too. EngineError without Stockfish, and for an Elo that it does not offer.
+    The network at each number of simulations plays a random player, the best capture, Stockfish at each UCI_Elo, itself
+    at the next smaller number, and each of `opponents` at the same number. tournament: all other pairs play too.
+    EngineError without Stockfish and for an Elo outside its range.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
@@ -127,8 +127,8 @@ def gauntlet(
 def duel(
     first: Sequence[Net], second: Sequence[Net], games: int, simulations: tuple[int, int] = (0, 0), plies: int = 300
 ) -> Rating:
-    """Elo of some networks against as many others, one match of `games` games for each pair of them, each from openings
-    of its own that are played twice. simulations: of a move, by the first and by the others."""
+    """Elo of networks against the same number of others, pooled over one match per pair (two games per opening).
+    simulations: per move, of the first and of the second side."""
     game, pairs = ChessGame(), np.zeros(5, np.int64)
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         openings = random_openings(game, (games + 1) // 2, number, OPENING_PLIES)

@@ -1,4 +1,4 @@
-"""Positions a second of `Net.predict`, by what evaluates and by batch, beside the limit of the matrix product."""
+"""Inference throughput of `Net.predict` by backend and batch size, with the hardware limit."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,9 +18,9 @@ BATCH_SIZES = (1, 32, 256, 1024)
 
 
 def measure(nets: Mapping[str, Net], sizes: Sequence[int] = BATCH_SIZES, seconds: float = 2.0) -> pd.DataFrame:
-    """A row for each engine and number of `rows` evaluated at once: median `rate` in positions a second, and `limit`,
-    what the matrix product alone would allow in the dtype with which the engine's name ends; nan for other names.
-    seconds: of each row. All engines take turns, so that a change in the machine's speed meets them alike."""
+    """A row per backend and batch size (`rows`): median `rate` in positions/s, and `limit`, the rate at the peak of
+    matrix products in the dtype that ends the backend's name; nan for other names. seconds: per row. Backends are
+    measured in turns, so that changes of the machine's speed affect all alike."""
     first = next(iter(nets.values()))
     batch = positions(first, max(sizes))
     dtypes = {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
@@ -36,14 +36,14 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = BATCH_SIZES, seconds
 
 
 def positions(net: Net, count: int) -> dict[str, np.ndarray]:
-    """What `Net.predict` takes, of held-out positions of the sample set."""
+    """Inputs of `Net.predict` for held-out positions of the sample set."""
     loader = Loader(Catalogue(unpack_sample()).shards("validation"), LAYOUT, count, 0, net.task.prepare_plain)
     batch = next(iter(loader.sequential(count, sample=count)))
     return {name: batch[name].numpy() for name in INPUTS}
 
 
 def table(speeds: pd.DataFrame) -> pd.DataFrame:
-    """`measure` with a row for each engine and a column for each batch; last the limit and the best share of it."""
+    """`measure` as a table: a row per backend, a column per batch size, the limit and the best share of it."""
     rates = speeds.pivot_table(index="engine", columns="rows", values="rate", sort=False)
     limit = speeds.groupby("engine")["limit"].first()
     share = (rates.max(axis=1) / limit).round(2)

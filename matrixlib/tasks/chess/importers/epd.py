@@ -33,7 +33,7 @@ Operations = Mapping[str, Sequence[str]]  # operands by operation
 def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
     """(board, operands of each operation, whether a semicolon is missing) of a line of EPD or FEN.
 
-    Move counters come from a FEN's own fields or from the operations hmvc and fmvn. Raises Unusable.
+    Move counters come from a FEN's own fields or from the operations hmvc and fmvn. Raises QuarantinedEntry.
     """
     fields = line.split(maxsplit=4)
     rest = fields[4] if len(fields) > 4 else ""
@@ -66,7 +66,7 @@ def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
 
 
 def best_moves(board: chess.Board, operations: Operations) -> set[chess.Move]:
-    """The moves that share the policy; none where neither bm nor am is given. Raises Unusable."""
+    """The moves that share the policy; none where neither bm nor am is given. Raises QuarantinedEntry."""
     best, avoided = ({_move(board, word) for word in operations.get(name, ())} for name in ("bm", "am"))
     if not best and avoided:
         best = set(board.legal_moves) - avoided
@@ -87,7 +87,7 @@ def _move(board: chess.Board, word: str) -> chess.Move:
 
 
 def score_from(operations: Operations) -> int | None:
-    """The score (`stockfish.client.score_of`) that dm, or else ce, gives. Raises Unusable where it is no number."""
+    """Score (`stockfish.client.score_of`) by dm, else ce, else None. Raises QuarantinedEntry for a bad number."""
     for name, kind in (("dm", "mate"), ("ce", "cp")):
         if name in operations:
             words = operations[name]

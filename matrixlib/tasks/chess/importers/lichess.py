@@ -167,7 +167,7 @@ class Evaluations:
 
 
 def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:
-    """(FEN, [(first move, score from White's side), ...]) of a line's deepest evaluation. Raises Unusable."""
+    """(FEN, [(first move, score from White's side), ...]) of a line's deepest evaluation. Raises QuarantinedEntry."""
     try:
         entry: Any = json.loads(line)
         evaluation: Any = max(entry["evals"], key=lambda one: one["depth"], default=None)

@@ -140,8 +140,8 @@ def part_lines(part: Part) -> list[str]:
 def parse_entries(
     texts: Iterable[Text], parse: Callable[[Text], Parsed], entries: ParseResult, show: Callable[[Text], str] = str
 ) -> Iterator[tuple[int, Parsed]]:
-    """(number, parsed) of the entries that `parse` takes. It raises Unusable for one that goes to quarantine, as the
-    text that `show` gives, and LeftOut."""
+    """(number, parsed) of the entries that `parse` takes. It raises QuarantinedEntry, stored as the
+    text that `show` gives, or SkippedEntry."""
     for number, text in enumerate(texts):
         try:
             parsed = parse(text)

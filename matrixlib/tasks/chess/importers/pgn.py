@@ -220,7 +220,7 @@ class _Game(NamedTuple):
 
 
 def parse_game(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
-    """One game's text as numbers. Raises LeftOut, and Unusable for what goes to quarantine."""
+    """One game's text as numbers. Raises SkippedEntry and QuarantinedEntry."""
     tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
     variant = decode_text(tag.get(b"variant", b""))
     if variant.lower() not in STANDARD_VARIANTS:

@@ -137,7 +137,7 @@ def legal_move(board: chess.Board, text: str) -> chess.Move:
 def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     """Seconds to think; None where time does not limit the search. overhead: ms of each move that are lost outside.
 
-    By the clock: an equal share for each move to come, and three quarters of the increment, at most MOST_SHARE of it.
+    By the clock: an equal share per move left plus 3/4 of the increment, at most MAX_CLOCK_SHARE of it.
     """
     left = go.clock(turn) if go.movetime is None else go.movetime
     if go.infinite or left is None:
