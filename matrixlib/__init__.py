@@ -25,7 +25,7 @@ def load(run: str | Path, **options: Any) -> Any:
 
 
 def open_run(preset: str = "demo", **options: Any) -> Run:
-    """A run of a preset, begun or resumed; see `matrixlib.runs.run.open_run`."""
+    """Start or resume a run of a preset; see `matrixlib.runs.run.open_run`."""
     from matrixlib.runs.run import open_run as open_one
 
     return open_one(preset, **options)

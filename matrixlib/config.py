@@ -1,8 +1,8 @@
 """Strict configuration: YAML in, frozen sections out.
 
-Every default stands in the schema, once; a preset in ``params/`` names what differs, and a run's config.yaml holds
-everything. Unknown, duplicate and mistyped keys stop the run with a message that names the key and a fix. The sections
-here are those of every task; a task's own stand in its folder.
+Defaults are in the schema only; a preset in ``params/`` names what differs, and a run's config.yaml has everything.
+Unknown, duplicate and mistyped keys are errors that name the key and a fix. Sections common to all tasks are here; a
+task's own are in its folder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from matrixlib.files import PARAMS
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names each key and what to do."""
+    """The configuration cannot be used; the message names each key and what to do."""
 
 
 def _number(value: Any) -> Any:
-    """PyYAML reads ``3e-4`` as a string: accept one that ``float()`` reads fully, for float fields only."""
+    """PyYAML reads ``3e-4`` as a string: accept what ``float()`` parses, for float fields only."""
     return float(value) if isinstance(value, str) else value
 
 
@@ -45,14 +45,14 @@ Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict types, no unknown keys."""
+    """Base of all sections: frozen, strict types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _tuples(cls, data: Any) -> Any:
-        """YAML has none."""
+        """Lists to tuples, which YAML lacks."""
 
         def made(value: Any) -> Any:
             return tuple(map(made, value)) if isinstance(value, list) else value
@@ -64,7 +64,7 @@ class Section(BaseModel):
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
-    """A key of a section: its default, and what the page of the options says of it. limits: of `pydantic.Field`."""
+    """A key of a section: default, and description for guides/options.md. limits: of `pydantic.Field`."""
     return Field(default=default, description=description, **limits)
 
 
@@ -73,16 +73,14 @@ def option(default: Any, description: str, **limits: Any) -> Any:
 
 class DataConfig(Section):
     source: str = option("", "a folder of shards, its URL (s3://...), or a name that the task knows")
-    cache: Positive = option(20.0, "GiB on this machine for the shards of all data sets with a URL")
+    cache: Positive = option(20.0, "GiB for the local cache of all remote data sets")
     limit: CountOrZero = option(0, "first N training positions, the same share of each source; 0 = all")
     window_blocks: CountOrZero = option(0, "shuffle window in blocks of 4,096 records; 0 = all (data fits in memory)")
-    suspicious: Literal["use", "quarantine"] = option(
-        "use", "shards that an import found unlike others of their source"
-    )
-    workers: ProcessesOrZero | Auto = option("auto", "loader processes; 0 = in the main process")
-    prefetch: Processes | Auto = option("auto", "updates prepared ahead by each worker")
+    suspicious: Literal["use", "quarantine"] = option("use", "outlier shards found by an import")
+    workers: ProcessesOrZero | Auto = option("auto", "loader processes; 0 = prepare in the main process")
+    prefetch: Processes | Auto = option("auto", "batches prefetched by each worker")
     timeout: NonNegative = option(300.0, "seconds without a batch until workers are restarted; 0 = never")
-    max_lost: Fraction = option(0.2, "share of training or held-out rows in damaged blocks that ends the run")
+    max_lost: Fraction = option(0.2, "share of training or held-out rows in corrupt blocks that ends the run")
 
 
 class OptimConfig(Section):
@@ -92,27 +90,31 @@ class OptimConfig(Section):
         "average in place of decay and ema_decay; `lamb`, `adafactor`: worse top-1 (guide of verdicts)",
     )
     learning_rate: NonNegative = option(0.003, "peak learning rate")
-    rate_batch: CountOrZero = option(0, "`train.batch_size` of learning_rate, which scales with its root; 0 = unscaled")
+    rate_batch: CountOrZero = option(
+        0, "batch size that learning_rate is for: scale by sqrt(train.batch_size / rate_batch); 0 = off"
+    )
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
-    decay_ratio: AboveZero = option(1.0, "last part of the updates after the warm-up, in which the rate decays")
-    restarts: CountOrZero = option(0, "times that the decay begins anew at the peak (warm restarts)")
-    final_fraction: Fraction = option(0.05, "learning rate at the last update as a share of the peak")
-    warmup_steps: CountOrZero = option(10, "updates of linear warm-up (first update: 1/warmup, not 0)")
+    decay_ratio: AboveZero = option(
+        1.0, "share of the updates after the warm-up that decay; before, the rate stays at the peak"
+    )
+    restarts: CountOrZero = option(0, "warm restarts at the peak")
+    final_fraction: Fraction = option(0.05, "learning rate at the last update / peak")
+    warmup_steps: CountOrZero = option(10, "updates of linear warm-up (the first at 1/warmup, not 0)")
     weight_decay: NonNegative = option(
-        0.05, "decoupled (adam, sgd, rmsprop: in the gradient); not on norms, biases, embeddings"
+        0.05, "decoupled (adam, sgd, rmsprop: L2 in the gradient); not for norms, biases, embeddings"
     )
     beta1: Fraction = option(0.9, "decay of Adam's first moment")
     beta2: Fraction = option(0.98, "decay of Adam's second moment, and of rmsprop's")
     eps: Positive = option(1e-08, "Adam's epsilon")
-    momentum: BelowOne = option(0.95, "of muon's matrices, and of sgd")
+    momentum: BelowOne = option(0.95, "of muon (matrices) and sgd")
     clip_norm: Positive = option(1.0, "global gradient norm above which gradients are scaled down")
     noise: NonNegative = option(0.0, "variance of normal gradient noise at the first update; 0.01 costs top-1")
     noise_decay: NonNegative = option(0.55, "g of its decay, noise / (1 + update)^g")
-    plateau: CountOrZero = option(0, "full validations without improvement until the rate is cut for good; 0 = never")
-    plateau_factor: Annotated[Real, Field(gt=0, lt=1)] = option(0.5, "what the schedule's rate is multiplied by then")
+    plateau: CountOrZero = option(0, "full validations without improvement before the rate is cut; 0 = never")
+    plateau_factor: Annotated[Real, Field(gt=0, lt=1)] = option(0.5, "factor of a plateau cut")
     ema_decay: BelowOne = option(0.999, "moving average of the weights, evaluated and exported; 0 = off")
-    swa: Fraction = option(0.0, "last share of the updates, over which the average is a plain mean (SWA); 0 = off")
-    swa_interval: Count = option(10, "updates between two weights that go into this mean")
+    swa: Fraction = option(0.0, "last share of the updates for stochastic weight averaging (SWA); 0 = off")
+    swa_interval: Count = option(10, "updates between averaged weights (SWA)")
 
     @model_validator(mode="after")
     def _fits_its_schedule(self) -> OptimConfig:
@@ -129,11 +131,11 @@ class TrainConfig(Section):
     steps: Count | Auto = option("auto", "updates; `auto` = as many as fit in `minutes`, timed once as the run begins")
     minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
     init: str = option("", "initial weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random")
-    init_partial: bool = option(False, "take what fits of them by name and shape; what is new or left out is listed")
-    batch_size: Rows = option(128, "positions of one update")
-    micro_batch: Count | Auto = option("auto", "positions of one forward pass; gradients are summed")
+    init_partial: bool = option(False, "load only what fits by name and shape; the rest is listed")
+    batch_size: Rows = option(128, "positions in one update")
+    micro_batch: Count | Auto = option("auto", "positions in one forward pass (gradient accumulation)")
     dropout_stages: tuple[Fraction, ...] = option(
-        (), "factors on dropout in equal parts of the run, such as [1, 0.5, 0]; empty = none", max_length=5
+        (), "dropout factors in equal parts of the run, such as [1, 0.5, 0]; empty = none", max_length=5
     )
     statistics_interval: Count = option(500, "updates between output and gradient statistics")
     targets_interval: CountOrZero = option(0, "updates between rows of targets.jsonl; 0 = off")
@@ -141,68 +143,62 @@ class TrainConfig(Section):
 
 
 class ValidationConfig(Section):
-    interval: Count | Auto = option(500, "updates between validations; `auto` = as often as `share` of the time allows")
-    share: Annotated[Real, Field(gt=0, lt=1)] = option(0.05, "most of the time for validation where interval is `auto`")
-    sample: Count = option(1024, "positions of the fixed sample that each validation uses")
+    interval: Count | Auto = option(500, "updates between validations; `auto` = by `share` of the time")
+    share: Annotated[Real, Field(gt=0, lt=1)] = option(0.05, "share of the time for validation with interval `auto`")
+    sample: Count = option(1024, "positions in the fixed sample of a validation")
     limit: CountOrZero = option(0, "use only N held-out rows, taken as those of data.limit; 0 = all")
     full_every: Count = option(3, "every k-th validation uses the whole set")
-    batch_size: Rows = option(512, "positions of one forward pass in validation")
+    batch_size: Rows = option(512, "positions in one forward pass of validation")
     plateau: CountOrZero = option(0, "validations without improvement after which they get rarer; 0 = off")
     plateau_factor: Count = option(3, "how many times rarer on a plateau")
     patience: CountOrZero = option(0, "full validations without improvement before stopping; 0 = off")
-    min_delta: NonNegative = option(0.001, "what counts as an improvement of the validation loss")
-    target_loss: NonNegative = option(
-        0.0, "stop at this full validation loss; refused below the attainable floor; 0 = off"
-    )
+    min_delta: NonNegative = option(0.001, "smallest improvement of the validation loss that counts")
+    target_loss: NonNegative = option(0.0, "stop at this full validation loss; an error below the floor; 0 = off")
 
 
 class HealthConfig(Section):
-    window: Annotated[int, Field(ge=8)] = option(50, "accepted updates in the running band of loss and gradient norm")
-    band: Positive = option(10.0, "robust standard deviations above the median that make an outlier")
-    patience: Count = option(5, "outliers in a row after which the run is rolled back")
-    skips: Count = option(10, "non-finite updates in a row after which the run is rolled back")
-    rollbacks: CountOrZero = option(3, "rollbacks of a run; one more stops it with a diagnosis")
+    window: Annotated[int, Field(ge=8)] = option(50, "accepted updates in the bands of loss and gradient norm")
+    band: Positive = option(10.0, "robust standard deviations above the median of an outlier")
+    patience: Count = option(5, "outliers in a row before a rollback")
+    skips: Count = option(10, "non-finite updates in a row before a rollback")
+    rollbacks: CountOrZero = option(3, "most rollbacks; one more halts the run with a diagnosis")
     rate_factor: AboveZero = option(0.5, "factor on the learning rate after a rollback")
-    rate_recovery: CountOrZero = option(10, "updates over which the factor goes back to 1")
-    clip_warning: AboveZero = option(0.1, "share of clipped gradients after the warm-up that warns")
-    update_warning: Positive = option(0.1, "size of a block's update over its weights after the warm-up that warns")
-    dead_warning: Fraction = option(0.05, "share of dead units of an activation above which there is a warning")
-    hooks: bool = option(True, "replay a non-finite update to name the module where a value first stops being finite")
+    rate_recovery: CountOrZero = option(10, "updates over which the factor recovers to 1")
+    clip_warning: AboveZero = option(0.1, "warn above this share of clipped gradients after the warm-up")
+    update_warning: Positive = option(0.1, "warn above this update-to-weight ratio of a block after the warm-up")
+    dead_warning: Fraction = option(0.05, "warn above this share of dead units of an activation")
+    hooks: bool = option(True, "replay a non-finite update to name the module that first produced it")
 
 
 class GatingConfig(Section):
-    warmup_steps: CountOrZero = option(0, "updates over which self-supervised weights rise to their value")
-    freeze_steps: CountOrZero = option(0, "updates without self-supervised terms after an unstable one; 0 = never")
-    seconds: NonNegative = option(
-        0.0, "limit on the self-supervised terms of an update, which is not reproducible; 0 = none"
-    )
+    warmup_steps: CountOrZero = option(0, "updates over which SSL weights ramp up")
+    freeze_steps: CountOrZero = option(0, "updates without SSL terms after an unstable one; 0 = never")
+    seconds: NonNegative = option(0.0, "time limit of the SSL terms in an update (not reproducible); 0 = none")
 
 
 class MemoryConfig(Section):
-    limit: Fraction = option(
-        0.0, "share of the accelerator's memory that this process may take; 0 = the library's limit"
-    )
-    warn: Fraction = option(0.85, "share of that memory in use above which a warning is given")
-    clear: Fraction = option(0.92, "share above which the allocator's cache is given back")
+    limit: Fraction = option(0.0, "share of the accelerator's memory that this process may use; 0 = no limit of ours")
+    warn: Fraction = option(0.85, "warn above this share of memory in use")
+    clear: Fraction = option(0.92, "empty the allocator's cache above this share")
 
 
 class CheckpointConfig(Section):
     interval: Count = option(500, "updates between checkpoints")
-    minutes: NonNegative = option(10.0, "minutes after which a checkpoint is written in any case; 0 = by updates alone")
-    keep: Annotated[int, Field(ge=2)] = option(2, "newest checkpoints kept (at least two) beside the best")
-    keep_best: Count = option(1, "best checkpoints kept: the last ones that set a record of the full validation loss")
-    keep_every: CountOrZero = option(0, "updates between checkpoints that are written and kept for good; 0 = none")
+    minutes: NonNegative = option(10.0, "most minutes between checkpoints; 0 = by updates alone")
+    keep: Annotated[int, Field(ge=2)] = option(2, "newest checkpoints kept (at least two), besides the best")
+    keep_best: Count = option(1, "best checkpoints kept, by full validation loss")
+    keep_every: CountOrZero = option(0, "updates between checkpoints that are kept forever; 0 = none")
     compress: Annotated[int, Field(ge=0, le=19)] = option(
         0, "zstd level of the tensor files (a tenth smaller); 0 = none"
     )
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "`auto` takes the best that works")
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "`auto` = the best that works")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "autocast dtype; weights stay fp32")
-    threads: Processes | Auto = option("auto", "intra-op threads on the CPU; part of what makes runs bit-equal")
-    rank_timeout: Positive = option(600.0, "seconds until a rank that does not answer counts as hung")
-    shard: bool = option(False, "each rank keeps a part of weights, gradients and optimiser state (FSDP2)")
+    threads: Processes | Auto = option("auto", "intra-op threads on the CPU; results depend on it bit by bit")
+    rank_timeout: Positive = option(600.0, "seconds until a silent rank counts as hung")
+    shard: bool = option(False, "shard weights, gradients and optimizer state over ranks (FSDP2)")
     channels_last: bool | Auto = option("auto", "memory format of convolutions")
     compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = option(
         False, "mode of torch.compile (true = default); `auto` = on a GPU where the compiler works"
@@ -210,16 +206,16 @@ class RuntimeConfig(Section):
 
 
 class Config(Section):
-    """What engine, data and run need of a configuration; each task adds sections of its own.
+    """Sections that engine, data and runs need; tasks add theirs.
 
-    Each has a `model` and a `loss`, and `data` may have more keys.
+    Each task has a `model` and a `loss`, and may extend `data`.
     """
 
-    if TYPE_CHECKING:  # no fields here: the task's schema gives them their types
+    if TYPE_CHECKING:  # typed by the task's schema
         model: Any
         loss: Any
 
-    task: str = Field(description="what is trained; decides which other sections there are")
+    task: str = Field(description="what is trained; determines the other sections")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = option(0, "seed of every random stream")
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
@@ -236,7 +232,7 @@ class Config(Section):
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a duplicate key: PyYAML silently keeps the last."""
+    """SafeLoader that rejects duplicate keys: PyYAML silently keeps the last."""
 
     def mapping(self, node: yaml.MappingNode) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -254,9 +250,9 @@ _UniqueLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _U
 
 
 def read_yaml(text: str, name: str) -> dict[str, Any]:
-    """Parse YAML text to a mapping; `name` stands in error messages.
+    """Parse YAML text to a mapping; `name` is for error messages.
 
-    Raises ConfigError on bad YAML, a duplicate key, or anything but a mapping at the top.
+    ConfigError for invalid YAML, a duplicate key, or anything but a mapping.
     """
     try:
         data = yaml.load(text, _UniqueLoader)
@@ -269,7 +265,7 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
 
 
 def read_yaml_file(path: Path, name: str) -> dict[str, Any]:
-    """`read_yaml` of a file; ConfigError also where it cannot be read, or is not UTF-8."""
+    """`read_yaml` of a file; ConfigError also if unreadable or not UTF-8."""
     try:
         return read_yaml(path.read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
@@ -284,9 +280,9 @@ def presets(folder: Path | None = None) -> list[str]:
 def read_preset(
     preset: str, overrides: Mapping[str, Any] | None = None, folder: Path = PARAMS
 ) -> tuple[dict[str, Any], str]:
-    """(nested data, name for messages) of a preset of `folder`, or of a YAML file by path, with overrides over it.
+    """(nested data, name for messages) of a preset in `folder`, or of a YAML file by path, with overrides applied.
 
-    Raises ConfigError for an unknown preset, with the nearest name.
+    ConfigError for an unknown preset, with the nearest name.
     """
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
     if not os.path.isfile(path):
@@ -299,8 +295,7 @@ _Schema = TypeVar("_Schema", bound=Section)
 
 
 def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix: str = "") -> _Schema:
-    """A section of this schema; raises ConfigError naming every bad key. In messages `name` stands before all keys,
-    `prefix` before each."""
+    """A section of this schema; ConfigError names every bad key. `name` precedes the message, `prefix` each key."""
     try:
         return schema.model_validate(dict(data))
     except ValidationError as error:
@@ -310,7 +305,7 @@ def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix:
     for item in errors:
         section: type[Section] = schema
         path: list[str] = []
-        for part in map(str, item["loc"]):  # after the key come pydantic's names of a union's alternatives
+        for part in map(str, item["loc"]):  # pydantic appends names of a union's alternatives
             path.append(part)
             inner: Any = section.model_fields[part].annotation if part in section.model_fields else None
             if not (isinstance(inner, type) and issubclass(inner, Section)):
@@ -330,7 +325,7 @@ def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `overrides` put in their places; neither argument is changed."""
+    """`base` with the leaves of `overrides`; neither argument is changed."""
     out = dict(base)
     for key, value in overrides.items():
         inside = out.get(key)
@@ -339,18 +334,18 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """', did you mean ...?' for a misspelt or shortened word, or an empty string."""
+    """', did you mean ...?' for a misspelt word, or ""."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) or [name for name in known if name.startswith(word)]
     return f", did you mean '{close[0]}'?" if close else ""
 
 
 def _short(value: Any) -> str:
-    """A value as Python writes it, cut off where it is long; aliases of YAML make small texts huge values."""
+    """A value's repr, truncated; YAML aliases can make small texts huge."""
     return repr(value)[:400] if isinstance(value, str) else reprlib.repr(value)[:400]
 
 
 def dump(config: Section) -> dict[str, Any]:
-    """Plain nested data that YAML and JSON can hold; parse(dump(c)) == c."""
+    """Plain nested data for YAML and JSON; parse(dump(c)) == c."""
     return config.model_dump(mode="json")
 
 
@@ -360,7 +355,7 @@ def to_yaml(config: Section) -> str:
 
 
 def difference(new: Section, old: Section) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ, as dotted path -> (old, new); None where the old task has no such key."""
+    """Differing keys: dotted path -> (old, new); None where the old task lacks the key."""
     before, after = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 

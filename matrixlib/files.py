@@ -1,4 +1,4 @@
-"""Files that are whole or not there, where they lie, and worker processes that end with their parent."""
+"""Atomic files, standard folders, and worker processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent
-"""The checkout that the package runs from; None where it is installed, with presets and notebooks inside of it."""
+"""The checkout that the package runs from; None if installed (presets and notebooks are then inside the package)."""
 PARAMS = (CHECKOUT or PACKAGE) / "params"
 NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
 NAME_BYTES = 200
-"""Of a run's name at most: file systems take 255, and names of files are made of it."""
+"""Longest run name: file systems allow 255, and file names are derived from it."""
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class FolderError(ValueError):
-    """A folder that cannot be written; says which, why and what to do."""
+    """A folder is not writable; says which, why and what to do."""
 
 
 def from_home(path: str | Path) -> Path:
-    """A path as people write it: `~` is somebody's home, and stays as it is where there is nobody of that name."""
-    return Path(os.path.expanduser(path))  # Path.expanduser raises RuntimeError then
+    """A path with `~` expanded, left as it is for unknown users."""
+    return Path(os.path.expanduser(path))  # Path.expanduser would raise RuntimeError
 
 
 def reports_root() -> Path:
-    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout, or in the working folder without one.
+    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout or the working folder.
 
-    It need not be there yet. FolderError for a path that no folder can have.
+    May not exist yet. FolderError for an impossible path.
     """
     root = from_home(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports")
     with writing(root), suppress(FileNotFoundError):
@@ -51,14 +51,14 @@ def reports_root() -> Path:
 
 
 def cache_root() -> Path:
-    """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
+    """$MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created."""
     if folder := os.environ.get("MATRIXLIB_CACHE"):
         return from_home(folder)
     return platformdirs.user_cache_path("matrixlib", appauthor=False)
 
 
 def name_problem(name: str) -> str:
-    """Why nothing below the reports root can have this name, or an empty string."""
+    """Why nothing below the reports root can have this name, or ""."""
     if Path(name).name != name or name.startswith("."):
         return "must be a plain folder name, without slashes or a leading dot"
     if not name.isprintable():
@@ -70,7 +70,7 @@ def name_problem(name: str) -> str:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Within it, a system that refuses to write is a FolderError that names the folder, the cause and what to do."""
+    """Context in which refused writes become a FolderError that names folder, cause and remedy."""
     try:
         yield
     except OSError as error:
@@ -81,22 +81,22 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder} cannot be written: {error.strerror}{where}. Make room or make it writable, or let "
             "MATRIXLIB_REPORTS name another folder for all runs"
         )
-        for note in getattr(error, "__notes__", ()):  # of what was saved all the same
+        for note in getattr(error, "__notes__", ()):  # what was saved anyway
             refused.add_note(note)
         raise refused from error
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, where there is none; a FolderError names the one above where that fails."""
+    """Create a folder and its parents; FolderError names the one that fails."""
     with writing(folder.parent):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError as error:  # /proc and its like answer so
+        except FileNotFoundError as error:  # in /proc, say
             raise PermissionError(errno.EACCES, "no folder can be made in it") from error
 
 
 def exclusive(lock: FileLock, refusal: Exception) -> AcquireReturnProxy:
-    """Take a lock, for a `with` or until its `release`: raises `refusal` at once where another process has it."""
+    """Take a lock, for `with` or until `release`; raises `refusal` if another process holds it."""
     from filelock import Timeout
 
     try:
@@ -106,7 +106,7 @@ def exclusive(lock: FileLock, refusal: Exception) -> AcquireReturnProxy:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or {} where there is none; ValueError naming a file that holds something else."""
+    """A JSON object from a file, {} if absent; ValueError names a file with something else."""
     if not path.exists():
         return {}
     if not path.is_file():
@@ -121,9 +121,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str = "row") -> Any:
-    """`value` as standard JSON data: numbers that are not finite become strings, arrays of one element numbers.
+    """`value` as JSON data: non-finite numbers become strings, one-element arrays numbers.
 
-    Raises TypeError naming the place of anything that JSON cannot hold.
+    TypeError names the place of anything that JSON cannot hold.
     """
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
@@ -134,27 +134,27 @@ def plain(value: Any, where: str = "row") -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
     try:
-        return plain(value.item(), where)  # NumPy's and torch's
+        return plain(value.item(), where)  # NumPy, torch
     except (AttributeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__
         raise TypeError(f"{where}: {kind} is not a number, a string, a list or a mapping of strings") from error
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` (see `plain`) as indented JSON, atomically: readers see the old file or the new one."""
+    """Write `data` (see `plain`) as indented JSON, atomically."""
     text = json.dumps(plain(data, Path(path).name), allow_nan=False, ensure_ascii=False, indent=1)
     write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_bytes` of a text in UTF-8."""
+    """`write_bytes` of UTF-8 text."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably: temporary name, fsync, rename, fsync of the folder.
+    """Write a file atomically and durably: temporary file, fsync, rename, fsync of the folder.
 
-    The temporary name is this process's own: two may write the same file at once.
+    Temporary names include the process id, so two processes may write the same file.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -171,7 +171,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporaries of `path` (`name.<process id>.tmp`) whose process was killed while it wrote."""
+    """Remove temporaries of `path` (`name.<process id>.tmp`) of killed processes."""
     import psutil
 
     for left in path.parent.glob(f"{path.name}.*.tmp"):
@@ -181,7 +181,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable. Windows cannot open folders; its renames need no such call."""
+    """Make renames in `folder` durable; not needed on Windows."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -192,12 +192,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def utc_now() -> str:
-    """UTC time as ISO-8601 with milliseconds: 2026-01-31T12:00:00.000Z."""
+    """UTC time as ISO 8601 with milliseconds: 2026-01-31T12:00:00.000Z."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def end_with_parent() -> None:
-    """In a worker process: end with its parent, however that ends, so that no orphan goes on writing."""
+    """Call in a worker process: exit when the parent does, however it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a worker process has a parent to end with"
 

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar in JupyterLab or a terminal, a line of text elsewhere; durations in words."""
+"""Progress of long work: a bar in JupyterLab or a terminal, lines of text elsewhere; durations as text."""
 
 import math
 import os
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-LINE_SECONDS, LINE_SHARE = 5.0, 0.01  # between two lines of text, or share of the time so far if that is more
+LINE_SECONDS, LINE_SHARE = 5.0, 0.01  # between lines, or share of the elapsed time if longer
 LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # of a progress bar that was closed
+BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # of a closed bar
 
 
 def interactive() -> bool:
     """Whether a Jupyter front end started this kernel.
 
-    jupyter-server sets JPY_SESSION_NAME; papermill, nbconvert and nbval do not. MATRIXLIB_LIVE=0 or 1
-    overrides; any other value raises ValueError.
+    jupyter-server sets JPY_SESSION_NAME; papermill, nbconvert and nbval do not. MATRIXLIB_LIVE=0 or 1 overrides; other
+    values are a ValueError.
     """
     forced = os.environ.get("MATRIXLIB_LIVE")
     if forced is not None:
@@ -28,21 +28,21 @@ def interactive() -> bool:
 
 
 def silent() -> bool:
-    """Whether nothing that depends on the clock is to be printed: MATRIXLIB_LIVE is 0, so that what a notebook stores
-    does not depend on how slow the machine was."""
+    """Whether to print nothing that depends on the clock (MATRIXLIB_LIVE=0), so that stored notebooks are
+    reproducible."""
     return os.environ.get("MATRIXLIB_LIVE") == "0"
 
 
 @dataclass
 class LinePace:
-    """When the next line of a long work is due: every five seconds, after the first minutes each hundredth of the time
-    so far, so that a night's work does not fill its log."""
+    """When the next line is due: every five seconds, later every hundredth of the elapsed time, so that long logs stay
+    short."""
 
     began: float
     last: float
 
     def due(self, now: float) -> bool:
-        """Whether a line is due, which is then the last one. Times in seconds, of any clock."""
+        """Whether a line is due; if so it counts as printed. Seconds of any clock."""
         if now - self.last < max(LINE_SECONDS, LINE_SHARE * (now - self.began)):
             return False
         self.last = now
@@ -50,11 +50,10 @@ class LinePace:
 
 
 def live_bar(**options: Any) -> Any:
-    """A live bar where a front end shows it; closed, it becomes a line of text, as no widget outlives its kernel.
+    """A live bar in a front end; closed, it becomes a line of text, as widgets do not outlive their kernel.
 
-    Headless it is only for work of more than 20 seconds: in place in a terminal; into a file, or the output of a
-    notebook, a line of text with its time every few seconds (see `LinePace`), and no carriage return. There is none
-    where `silent`.
+    Headless only for work of more than 20 seconds: in place in a terminal; in files and notebook outputs a timed line
+    every few seconds (see `LinePace`), without carriage returns. Nothing if `silent`.
     """
     from tqdm import tqdm
 
@@ -64,7 +63,7 @@ def live_bar(**options: Any) -> Any:
     options |= {"delay": 20, "miniters": 1, "mininterval": 5, "disable": quiet}
 
     class Bar(tqdm):
-        monitor_interval = 0  # else a thread is left behind
+        monitor_interval = 0  # no monitor thread
 
     class Lines(Bar):
         def __init__(self) -> None:
@@ -80,7 +79,7 @@ def live_bar(**options: Any) -> Any:
 
         def close(self) -> None:
             if not self.disable and self.n != self.told and time.monotonic() > self.pace.last:
-                self.pace.last = -math.inf  # where it ended is always told
+                self.pace.last = -math.inf  # always print the last state
                 self.display()
             super().close()
 
@@ -95,7 +94,7 @@ def _notebook_bar(**options: Any) -> Any:
         monitor_interval = 0
 
         def close(self) -> None:
-            if self.disable:  # closed before
+            if self.disable:  # already closed
                 return
             line = self.format_meter(**{**self.format_dict, "bar_format": BAR, "ncols": None}) if self.leave else ""
             super().close()
@@ -108,14 +107,14 @@ def _notebook_bar(**options: Any) -> Any:
 
 
 def clock_time() -> str:
-    """Local time with its zone, for people: "14:03:05 CET"."""
+    """Local time with zone: "14:03:05 CET"."""
     return f"{datetime.now().astimezone():%H:%M:%S %Z}"
 
 
 def duration(seconds: float) -> str:
-    """Time in the unit that fits: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h".
+    """Time in a fitting unit: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h".
 
-    "?" where it is not finite; ValueError where negative.
+    "?" if not finite; ValueError if negative.
     """
     if not math.isfinite(seconds):
         return "?"

@@ -1,1 +1,1 @@
-"""What is timed in bench.ipynb, and the command that prints what bench.ipynb and probe.ipynb show."""
+"""Workloads of bench.ipynb, and the command that prints bench.ipynb and probe.ipynb."""

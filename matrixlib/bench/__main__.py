@@ -1,9 +1,9 @@
-"""Measures this machine: executes bench.ipynb, or probe.ipynb, and prints what it shows.
+"""Benchmark this machine: execute bench.ipynb, or probe.ipynb, and print its outputs.
 
     python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail]
     python -m matrixlib.bench --hardware
 
-The notebook is kept in `reports/bench/`, beside a record for each machine.
+The notebook is kept in `reports/bench/`, with a record for each machine.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from matrixlib.hardware import machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 where the notebook's verdict fails, 2 where something cannot be measured."""
+    """Command line; exit code 1 if the notebook's verdict fails, 2 if something cannot be measured."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hardware", action="store_true", help="only what the machine is, can do and uses")
     parser.add_argument("--only", default="", help="workloads, separated by commas, such as updates,loader")
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(name: str, parameters: dict[str, Any]) -> int:
-    """Execute a notebook and print the tables and texts that its cells show."""
+    """Execute a notebook and print its tables and texts."""
     path = files.reports_root() / name / f"{name}.ipynb"
     machine.set_waiting_policy()  # for the notebook's kernel
     problem = None

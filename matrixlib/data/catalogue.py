@@ -1,8 +1,8 @@
-"""The catalogue: one SQLite row for every shard of a folder, with counts, split, checksum, quality and state.
+"""Catalogue: one SQLite row a shard of a folder, with count, split, checksum, quality and state.
 
-It is an index that can be thrown away: a missing or damaged one is rebuilt from the shards. Why one was quarantined by
-hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild uses it again. A connection lives for one call,
-so none crosses a process. A folder that cannot be written, or has no shards yet, is catalogued in memory.
+A disposable index: if missing or corrupt it is rebuilt from the shards. The reason of a manual quarantine is also
+stored in ``<shard>.quarantined``, so that a rebuild keeps it. Connections live for one call, so none crosses a fork. A
+read-only folder, or one without shards, is catalogued in memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find
 from matrixlib.files import from_home, read_json, remove_leftovers, write_text
 
 NAME = "catalogue.sqlite"
-REMOTE = "remote.json"  # beside the catalogue of a data set that lies elsewhere: where, see `matrixlib.data.remote`
-LARGEST = 2**36  # bytes of a shard: more is nonsense, and would have arrays made of that size
+REMOTE = "remote.json"  # beside a remote data set's catalogue: its URL, see `matrixlib.data.remote`
+LARGEST = 2**36  # most bytes of a shard; larger claims would allocate that much
 COLUMNS = ("name", "split", "source", "count", "bytes", "sha256", "state", "reason", "quality")
 CREATE = (
     f"CREATE TABLE IF NOT EXISTS shards ({', '.join(COLUMNS)}, digest, PRIMARY KEY (name)) WITHOUT ROWID",
@@ -43,13 +43,13 @@ Log = tuple[str, int, Mapping[str, Any]]  # of an import: its name, step and JSO
 
 
 class CatalogueError(ValueError):
-    """A catalogue that cannot be used; says what to do."""
+    """The catalogue cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One shard: `name` is its path inside the folder (with /), `bytes` its size. `remote`: its catalogue's folder, if
-    the shard lies elsewhere (`matrixlib.data.remote.local_path` brings it)."""
+    """One shard. name: path inside the folder (with /); bytes: its size; remote: the catalogue's folder if the shard
+    lies elsewhere (see `matrixlib.data.remote.local_path`)."""
 
     name: str
     path: Path
@@ -65,7 +65,7 @@ class ShardRow:
 
 
 class _Columns(BaseModel):
-    """A row as somebody may have stored it: paths are made of the name and the hash."""
+    """Schema of a stored row, which is untrusted: paths are made of name and hash."""
 
     model_config = ConfigDict(strict=True)
     name: Annotated[str, Field(pattern=r"\.npz$")]
@@ -80,7 +80,7 @@ class _Columns(BaseModel):
 
 
 def _values(row: ShardRow | Log) -> list[Any]:
-    """The columns of a shard's row or of a log, followed by their digest."""
+    """Columns of a shard row or import log, then their digest."""
     *columns, last = [getattr(row, column) for column in COLUMNS] if isinstance(row, ShardRow) else row
     columns.append(json.dumps(last, sort_keys=True))
     return [*columns, _digest(columns)]
@@ -91,8 +91,8 @@ def _digest(columns: Sequence[Any]) -> str:
 
 
 class Catalogue:
-    """The shards of one folder, as they were when it was opened and as this object changes them. `messages` lists what
-    had to be repaired; warn: also say it as a warning."""
+    """The shards of one folder, as of its opening plus changes by this object. messages: what was repaired; warn: also
+    as warnings."""
 
     def __init__(self, folder: Path | str, warn: bool = True) -> None:
         self.folder, self._warn = Path(folder), warn
@@ -103,7 +103,7 @@ class Catalogue:
             raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it away, and one is made anew")
         self.messages: list[str] = []
         self.remote = (self.folder / REMOTE).is_file()
-        present = self.path.is_file() and self.path.stat().st_size > 0  # an empty one is of a process that was killed
+        present = self.path.is_file() and self.path.stat().st_size > 0  # empty: its writer was killed
         may_write = os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
         self.writable = may_write and not self.remote
         self._rows: dict[str, ShardRow] = {}
@@ -113,15 +113,15 @@ class Catalogue:
             self._reconcile()
 
     def shards(self, split: str | None = None, state: State | None = "healthy") -> list[ShardRow]:
-        """Rows by name, of one split or all (None), in one state or any (None)."""
+        """Rows by name, of one split (None: all) and one state (None: any)."""
         if split is not None and split not in SPLITS:
             raise CatalogueError(f"unknown split '{split}'; known: {', '.join(SPLITS)}")
         rows = (row for _, row in sorted(self._rows.items()))
         return [row for row in rows if split in (None, row.split) and state in (None, row.state)]
 
     def add(self, *shards: ShardInfo, log: Log | None = None) -> list[ShardRow]:
-        """Put written shards, and the log of the import that they are from, into the catalogue, all or nothing, each in
-        place of an older row of its name. CatalogueError when a file is outside the folder."""
+        """Add written shards and the log of their import in one transaction; rows of the same name are replaced.
+        CatalogueError for a file outside the folder."""
         rows = []
         for info in shards:
             try:
@@ -129,13 +129,13 @@ class Catalogue:
             except ValueError:
                 raise CatalogueError(f"{info.path} is outside {self.folder}; write the shard inside it") from None
             rows.append(self._row(name, info))
-        for row in rows:  # written anew, so what was wrong with an older file of that name is past
+        for row in rows:  # new files: quarantine notes of older ones no longer apply
             reason_file(row.path).unlink(missing_ok=True)
         self._put(rows, [log] if log else [])
         return rows
 
     def imports(self, name: str = "") -> list[tuple[str, int, dict[str, Any]]]:
-        """The logs of imports, of one or all: name, step and data, in order. What was damaged is left out."""
+        """Import logs (name, step, data), of one import or all, in order. Corrupt ones are skipped."""
         if not self.path.is_file():
             return []
         with self._connection() as db:
@@ -145,14 +145,14 @@ class Catalogue:
         ]
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Keep a shard out of use, and say why."""
+        """Exclude a shard, with a reason."""
         row = _quarantined(self._named(name), reason)
         if self.writable:
-            write_text(reason_file(row.path), reason)  # replaces a link, and writes through none
+            write_text(reason_file(row.path), reason)  # replaces links instead of following them
         self._put([row])
 
     def release(self, name: str) -> None:
-        """Use a quarantined shard again; its file must be whole and have the SHA-256 of its row."""
+        """Use a quarantined shard again, if its file matches the SHA-256 of its row."""
         row = self._named(name)
         if problem := self._check(row):
             raise CatalogueError(f"{name}: {problem}; restore the file from a copy first")
@@ -161,7 +161,7 @@ class Catalogue:
             reason_file(row.path).unlink(missing_ok=True)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete shards: files, notes and rows; nothing at all where a name leads out of the folder."""
+        """Delete shards: files, notes and rows; nothing if any name leads outside the folder."""
         if outside := [name for name in names if not _is_inside(name, self.folder)]:
             raise CatalogueError(f"{outside[0]!r} is no name of a shard inside {self.folder}; nothing was deleted")
         for name in names:
@@ -173,16 +173,16 @@ class Catalogue:
                 db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
-        """Store the quality figures of a shard (JSON data)."""
+        """Store quality figures of a shard (JSON data)."""
         self._put([replace(self._named(name), quality=quality)])
 
     def hash(self) -> str:
-        """Hex digest of the healthy shards: names, splits, sources, counts and contents."""
+        """Hex digest over the healthy shards: names, splits, sources, counts, contents."""
         facts = [[r.name, r.split, r.source, r.count, r.sha256] for r in self.shards()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def verify(self, bring: Callable[[ShardRow], Path] | None = None) -> dict[str, str]:
-        """Healthy shards that are not the bytes that were catalogued: name -> reason. bring: gives a shard's file
+        """Healthy shards whose bytes changed: name -> reason. bring: fetches a remote shard's file
         (`matrixlib.data.remote.local_path`)."""
         problems = {}
         for row in self.shards():
@@ -193,7 +193,7 @@ class Catalogue:
         return {name: problem for name, problem in problems.items() if problem}
 
     def backup(self, path: Path | str) -> None:
-        """Copy the catalogue to `path`; put back under its name, it is reconciled with the shards."""
+        """Copy the catalogue to `path`; when restored it is reconciled with the shards."""
         path = from_home(path)
         try:
             _write(path, self._rows.values(), self.imports())
@@ -206,13 +206,13 @@ class Catalogue:
             warnings.warn(message, stacklevel=4)
 
     def _load(self) -> str:
-        """Read every row; why the database cannot be used, or an empty string."""
+        """Read every row; why the database is unusable, or ""."""
         try:
             with self._connection() as db:
                 if problem := _problem_of(db):
                     return problem
                 stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards").fetchall()
-        except UnicodeDecodeError as error:  # sqlite3 quotes a schema that is no text in its message
+        except UnicodeDecodeError as error:  # sqlite3 quotes the schema in its message
             return f"the catalogue is damaged ({error})"
         except sqlite3.DatabaseError as error:
             if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
@@ -226,7 +226,7 @@ class Catalogue:
         return ""
 
     def _rebuild(self, problem: str, present: bool) -> None:
-        """Make the database anew from the files of all shards, and from the logs of imports that can still be read."""
+        """Recreate the database from all shard files and the readable import logs."""
         if self.remote:
             url = read_json(self.folder / REMOTE)["url"]
             raise CatalogueError(
@@ -238,18 +238,18 @@ class Catalogue:
         text = f"{self.path}: {problem}; rebuilt from {len(self._rows)} shards"
         if present:
             self._say(text)
-        elif self._rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
+        elif self._rows:  # copied without a catalogue: no warning
             self.messages.append(text)
         if self.writable and (present or self._rows):
             remove_leftovers(self.path)
             if present:
                 os.replace(self.path, self.path.with_name(f"{NAME}.damaged"))
-            self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)  # it belongs to the old database
+            self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)  # of the old database
             _write(self.path, self._rows.values(), logs)
 
     def _reconcile(self) -> None:
-        """Add shards without a row; quarantine those with a note or a file of another size, and rows without a file
-        until it returns. Other processes may write meanwhile: what they say of a shard stands."""
+        """Add shards without a row; quarantine shards with a note, with another size, or without a file (until it
+        returns). Concurrent changes by other processes win."""
         rows, files, marks = dict(self._rows), self._files(), []
         new = self._read_files(name for name in files if name not in rows)
         for row in new:
@@ -294,7 +294,7 @@ class Catalogue:
         return sorted(name for name in names if ".tmp/" not in name and name.isprintable())
 
     def _check(self, row: ShardRow) -> str:
-        """Why the file is not the one that was catalogued, or an empty string."""
+        """Why the file differs from the catalogued one, or ""."""
         if not row.path.is_file():
             return MISSING
         same = row.path.stat().st_size == row.bytes and file_hash(row.path) == row.sha256
@@ -313,12 +313,12 @@ class Catalogue:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one transaction, committed unless there is an exception."""
+        """A connection for one transaction, committed unless an exception is raised."""
         if self.writable:
             db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
         else:
             db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-        db.text_factory = lambda text: text.decode("utf-8", "replace")  # what is no text is left to the digest
+        db.text_factory = lambda text: text.decode("utf-8", "replace")  # the digest catches invalid text
         with closing(db), db:
             yield db
 
@@ -338,7 +338,7 @@ def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
 
 
 def _is_inside(name: str, folder: Path) -> bool:
-    """Whether a name stays in a folder, and no link on the way leads out of it; the file itself may be a link."""
+    """Whether a name stays inside a folder, also through links; the file itself may be a link."""
     path = Path(name)
     if not name or "\0" in name or path.anchor or ".." in path.parts:
         return False
@@ -364,7 +364,7 @@ def _note(path: Path) -> str:
 
 def _problem_of(db: sqlite3.Connection) -> str:
     if foreign := db.execute("SELECT name FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone():
-        return f"the catalogue has code of somebody else's ({foreign[0]!r})"  # a view may never end
+        return f"the catalogue has code of somebody else's ({foreign[0]!r})"  # views can loop forever
     if (result := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         return f"the catalogue is damaged ({result})"
     tables = {"shards": [*COLUMNS, "digest"], "imports": ["name", "step", "data", "digest"]}
@@ -375,7 +375,7 @@ def _problem_of(db: sqlite3.Connection) -> str:
 
 
 def _fill(db: sqlite3.Connection, rows: Iterable[ShardRow], logs: Iterable[Log], insert: str = PUT) -> None:
-    """Put rows and logs into a database in one transaction, with its tables where it has none yet."""
+    """Insert rows and logs in one transaction, creating the tables if needed."""
     db.execute("BEGIN IMMEDIATE")
     for statement in CREATE:
         db.execute(statement)

@@ -1,10 +1,10 @@
-"""The way of an import: files read in parallel, their entries checked, and stored as catalogued shards.
+"""Import pipeline: files are read in parallel, entries validated, and stored as catalogued shards.
 
-A file is imported by steps of a few shards, each with a log in the catalogue, written in the transaction that adds
-the shards. A step that has a log is done, and doing it again gives the same files: killed at any moment, the next call
-goes on. Worker processes are spawned: a script of its own needs the usual `if __name__ == "__main__":`.
+A file is imported in steps of a few shards; the step's log is written in the transaction that adds its shards. Logged
+steps are skipped and steps are deterministic, so an import killed at any time resumes. Worker processes are spawned:
+scripts need `if __name__ == "__main__":`.
 
-An *entry* is a game, a row, a replay; a *part* is entries of one file that one process reads, always the same ones.
+An *entry* is a game, a row, a replay; a *part* is a fixed run of entries of one file, read by one process.
 """
 
 import functools
@@ -35,18 +35,19 @@ from matrixlib.progress import live_bar
 
 LOCK = "import.lock"
 COMPRESSED = (".gz", ".bz2", ".zst")
-OURS = (".npz.quarantined", ".tmp")  # ends of what the catalogue and imports keep beside shards
-ALONE_SECONDS = 2.0  # after which worker processes are started
+OURS = (".npz.quarantined", ".tmp")  # suffixes of auxiliary files beside shards
+ALONE_SECONDS = 2.0  # before worker processes are started
 Faults = Callable[[Batch], Mapping[str, np.ndarray]]  # sent to workers
 
 
 class ImportStopped(RuntimeError):
-    """An import that could not go on; what was finished stays, and the same call goes on from there."""
+    """The import could not continue; finished steps are kept, and the same call resumes."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive entries of a file: number of the part and of its first entry, from 0, bytes. name: set by imports."""
+    """Consecutive entries of a file: number of the part, number of its first entry (both from 0), bytes. name: set by
+    imports."""
 
     number: int
     first: int
@@ -56,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Refused:
-    """An entry in quarantine: its number, the kind of fault, details, positions it would have given, itself as text."""
+    """A quarantined entry: number, kind of fault, details, positions it would have given, its text."""
 
     entry: int
     reason: str
@@ -67,10 +68,10 @@ class Refused:
 
 @dataclass
 class ParseResult:
-    """What became of the entries of a part: entries = stored + len(refused) + skipped.total().
+    """Result of parsing a part: entries = stored + len(refused) + skipped.total().
 
-    skipped: reason -> entries left out on purpose. warned: remark -> entries stored all the same. rows: positions of
-    each stored entry (stored,) where an entry is a whole game: lets an import leave out what is there already.
+    skipped: reason -> entries skipped on purpose. warned: remark -> entries stored anyway. rows: positions of each
+    stored entry (stored,) if an entry is a whole game, for deduplication of games.
     """
 
     part: Part
@@ -83,16 +84,16 @@ class ParseResult:
     rows: np.ndarray | None = None
 
     def refuse(self, number: int, reason: str, detail: str, text: str, positions: int = 1) -> None:
-        """Entry `number` of the part, from 0, goes to quarantine."""
+        """Quarantine entry `number` of the part, from 0."""
         self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
 
     def result(
         self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
     ) -> "ParseResult":
-        """All of it. stored: by default, as many as the batch has positions. ValueError where it does not add up."""
+        """Finish. stored: by default the number of positions in the batch. ValueError if the counts do not add up."""
         positions = len(batch["records"])
         self.batch, self.entries, self.rows = batch, entries, rows
-        self.part = replace(self.part, data=b"")  # of which a worker need not send anything back
+        self.part = replace(self.part, data=b"")  # workers need not send it back
         self.stored = positions if stored is None else stored
         self.refused.sort(key=lambda entry: entry.entry)
         self.skipped, self.warned = +self.skipped, +self.warned
@@ -105,26 +106,26 @@ class ParseResult:
 
 
 class Reader(Protocol):
-    """One format. A reader is a frozen dataclass whose fields are its options, so that it can be sent to workers."""
+    """Parser of one format: a frozen dataclass whose fields are its options, picklable for workers."""
 
     @property
     def source(self) -> str:
-        """The catalogue's source; the task knows which there are."""
+        """Source name for the catalogue, one that the task knows."""
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """The file in parts, in order, one at a time in memory. ValueError names a file that is not of the format."""
+        """The file's parts in order, lazily. ValueError if it is not of the format."""
 
     def read(self, part: Part) -> ParseResult:
-        """The positions of a part. A pure function of the options and the part."""
+        """Positions of a part, a pure function of the options and the part."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How a task stores what is imported. Its records have a `game`.
+    """How a task stores imported data. Its records have a `game`.
 
-    version: of what decides about names and bytes. shard: rows of one. step: training rows that end a step.
-    is_held_out(records): (n,) bool. faults(batch): fault -> (n,) bool, rows that cannot be stored. figures(batch): of a
-    shard, for the catalogue. outliers(catalogue, names): marks new shards that are far from the others; in words.
+    version: of everything that determines names and bytes. shard: rows of one shard. step: training rows that end a
+    step. is_held_out(records): (n,) bool. faults(batch): fault -> (n,) bool, rows that cannot be stored.
+    figures(batch): of a shard, for the catalogue. outliers(catalogue, names): marks new outlier shards; returns texts.
     """
 
     layout: Layout
@@ -139,8 +140,7 @@ class Storage:
 
 @dataclass
 class ImportLog:
-    """What one step did. parts: numbers of its first part and of the one after its last. positions: by split.
-    shards: name -> SHA-256."""
+    """Log of one step. parts: first part number and one past the last. positions: by split. shards: name -> SHA-256."""
 
     source: str
     file: str
@@ -166,19 +166,19 @@ _read_log = TypeAdapter(ImportLog).validate_python
 
 
 def import_logs(folder: Path | str) -> list[ImportLog]:
-    """The log of a folder's imports, by import and step."""
+    """Logs of a folder's imports, by import and step."""
     return [_read_log(data) for *_, data in Catalogue(folder, warn=False).imports()]
 
 
 def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
-    """What was refused, with the name of the file it came from. Its text, mended, can be imported like any other."""
+    """Rejected entries with their file names. Once fixed, their text can be imported like any file."""
     return [(log.file, entry) for log in import_logs(folder) for entry in log.refused]
 
 
 @dataclass
 class ImportReport:
-    """What the files of a call hold, by their `logs`: entries = stored + sum(refused) + sum(skipped). fresh: logs of
-    this call's own work. outliers: new shards that are far from the others. remarks: what the catalogue repaired."""
+    """Totals over files by their `logs`: entries = stored + sum(refused) + sum(skipped). fresh: logs of this call.
+    outliers: new outlier shards. remarks: repairs of the catalogue."""
 
     logs: Sequence[ImportLog]
     fresh: Sequence[ImportLog]
@@ -197,7 +197,7 @@ class ImportReport:
         self.fresh_entries = sum(log.entries for log in self.fresh)
 
     def text(self, rows: str = "positions") -> str:
-        """A few lines for people. rows: what the task calls them."""
+        """A few lines for people. rows: the task's word for rows."""
         train, validation = self.positions["train"], self.positions["validation"]
         lines = [
             f"{self.entries:,} entries: {self.stored:,} stored, {self.refused.total():,} in quarantine, "
@@ -216,7 +216,7 @@ class ImportReport:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Catalogue]:
-    """The catalogue of a folder, made if it is not there, that no other import writes meanwhile."""
+    """The folder's catalogue, created if needed, locked against other imports."""
     if (folder / REMOTE).exists():
         raise ValueError("shards that lie elsewhere are only read: import where they are")
     make_folder(folder)
@@ -233,18 +233,18 @@ def import_each(
     progress: bool = True,
     limit: int | None = None,
 ) -> ImportReport:
-    """Import files, or folders of files of one kind, each with its reader, into a folder of shards, made if it is not
-    there; what had been imported is not done again.
+    """Import files, or folders of files of one kind, each with its reader, into a folder of shards (created if needed);
+    finished work is skipped.
 
-    workers: processes, by default one a core, started after two seconds. limit: stop, for each file, at the end of the
-    step in which so many rows are reached; another call goes on. Raises ValueError, ImportStopped.
+    workers: processes, default one a core, started after two seconds. limit: for each file, stop after the step that
+    reaches this many rows; another call continues. Raises ValueError, ImportStopped.
     """
     start = time.monotonic()
     logs, fresh = list[ImportLog](), list[ImportLog]()
     with locked(folder) as catalogue:
         for path, reader in jobs:
             plain = path.is_file() and path.suffix not in COMPRESSED
-            size = path.stat().st_size if plain else None  # compressed: nobody knows how much text it is
+            size = path.stat().st_size if plain else None  # unknown for compressed files
             with live_bar(total=size, unit="B", unit_scale=True, desc=path.name, disable=not progress) as bar:
                 job = _FileImport(path, reader, storage, catalogue, hash_of(path))
                 done, before = job.run(workers or os.cpu_count() or 1, bar, limit)
@@ -255,7 +255,7 @@ def import_each(
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the files of a folder by name, but for hidden ones and what a folder of shards holds itself."""
+    """The file, or a folder's files by name, without hidden ones and a shard folder's own."""
     if path.is_file():
         return [path]
 
@@ -267,7 +267,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def hash_of(path: Path) -> str:
-    """SHA-256 of a file; of a folder, that of the names and hashes of its files."""
+    """SHA-256 of a file; of a folder, over the names and hashes of its files."""
     if path.is_file():
         return file_hash(path)
     facts = [[file.relative_to(path).as_posix(), file_hash(file)] for file in files_of(path)]
@@ -292,7 +292,7 @@ def _read(reader: Reader, faults: Faults, part: Part) -> ParseResult:
 def read_parts(
     reader: Reader, faults: Faults, parts: Iterable[Part], workers: int
 ) -> Iterator[tuple[Part, ParseResult]]:
-    """Every part with what it gave, in order; from ALONE_SECONDS on by processes, a bounded number of parts at once."""
+    """Every part with its result, in order; after ALONE_SECONDS by worker processes, with bounded queue."""
     parts = iter(parts)
     start = time.monotonic()
     for part in parts:
@@ -322,7 +322,7 @@ def read_parts(
 
 @dataclass
 class _Step:
-    """Parts that are read and not stored yet, and their log so far."""
+    """Parts read but not yet stored, and their log so far."""
 
     storage: Storage
     log: ImportLog
@@ -330,7 +330,7 @@ class _Step:
     training: int = 0
 
     def add(self, result: ParseResult, known_games: Callable[[], set[int]]) -> None:
-        """Add a part, but for games that are there already."""
+        """Add a part, without games already present."""
         log, batch, stored = self.log, result.batch, result.stored
         if result.rows is not None and stored:
             ids = batch["records"]["game"][np.cumsum(result.rows) - result.rows].tolist()
@@ -354,7 +354,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _FileImport:
-    """One file on its way into one folder."""
+    """The import of one file into one folder."""
 
     path: Path
     reader: Reader
@@ -368,7 +368,7 @@ class _FileImport:
         return f"{self.reader.source}_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[ImportLog], int]:
-        """All logs of the file, and how many of them were there before."""
+        """All logs of the file, and how many existed before."""
         done = self.finished_steps()
         before = len(done)
         self.clear(before)
@@ -398,7 +398,7 @@ class _FileImport:
         return _Step(self.storage, ImportLog(*facts, number, (first, first)))
 
     def finished_steps(self) -> list[ImportLog]:
-        """The logs of the first steps, as far as their shards are as they were written."""
+        """Logs of the leading steps whose shards are intact."""
         done: list[ImportLog] = []
         for _, number, data in self.catalogue.imports(self.name):
             log = _read_log(data)
@@ -410,13 +410,13 @@ class _FileImport:
         return done
 
     def clear(self, step: int) -> None:
-        """Remove the shards from this step on, of which no log tells: made again, they may be others."""
+        """Remove unlogged shards from this step on; redone, they may differ."""
         own = re.compile(rf"{self.name}_(\d{{6}})_(train|validation)_\d+\.npz")
         matches = {row.name: own.fullmatch(row.name) for row in self.catalogue.shards(state=None)}
         self.catalogue.remove([name for name, match in matches.items() if match and int(match[1]) >= step])
 
     def known_games(self) -> set[int]:
-        """Ids of the games of this source in the folder."""
+        """Ids of this source's games in the folder."""
         ids: set[int] = set()
         for row in self.catalogue.shards():
             if row.source == self.reader.source:
@@ -424,7 +424,7 @@ class _FileImport:
         return ids
 
     def parts_left(self, first: int, bar: Any) -> Iterator[Part]:
-        """The parts still to be read; those of a folder numbered through."""
+        """Parts still to read; a folder's parts are numbered consecutively."""
         number = 0
         for file in files_of(self.path):
             name = file.name if file == self.path else file.relative_to(self.path).as_posix()
@@ -436,7 +436,7 @@ class _FileImport:
                 number += 1
 
     def store(self, step: _Step) -> ImportLog:
-        """Write the shards of a step, then add them to the catalogue together with its log."""
+        """Write a step's shards, then add them with its log to the catalogue."""
         layout, log = self.storage.layout, step.log
         batch = concat(step.batches, layout)
         changed = datetime.fromtimestamp(int(self.path.stat().st_mtime), UTC)
@@ -445,7 +445,7 @@ class _FileImport:
             "source": self.reader.source,
             "generator": facts,
             "seed": 0,
-            "created": changed.isoformat().replace("+00:00", "Z"),  # the file's: the same bytes every time
+            "created": changed.isoformat().replace("+00:00", "Z"),  # the file's, so bytes are reproducible
         }
         validation, shards = self.storage.is_held_out(batch["records"]), []
         for split, mask in (("train", ~validation), ("validation", validation)):

@@ -1,6 +1,6 @@
-"""The loader: batch i is a pure function of (seed, phase, i, skipped ranges), whatever the number of workers.
+"""Loader: batch i is a pure function of (seed, phase, i, skipped ranges), for any number of workers.
 
-The state is one cursor, so resuming costs nothing. Batches are cut from the endless stream of epochs, so each is full.
+Its state is one integer, so resuming is free. Batches are cut from an endless stream of epochs, so all are full.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ Tensors = dict[str, torch.Tensor]
 Prepare = Callable[[Batch, np.random.Generator], Arrays]
 
 ENDLESS = 2**62
-MAX_RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
-MIN_WORKER_BATCHES = 1000  # of a pass over rows: starting a worker took 1.5 s, making 512 rows of chess here 2 ms
-ROWS_AT_ONCE = 65_536  # whose records are looked at
+MAX_RESTARTS = 3  # worker restarts in the life of one iterator
+MIN_WORKER_BATCHES = 1000  # of a pass: starting a worker takes 1.5 s, a chess batch of 512 rows 2 ms
+ROWS_AT_ONCE = 65_536  # in `of_records`
 TRIAL_BATCHES, TRIAL_SECONDS = 2, 60.0  # of `try_workers`; seconds for one batch
 TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an error in a worker, as text: the cause of the LoaderError in this process."""
+    """Traceback of a worker's error as text: the cause of the LoaderError in this process."""
 
 
 def checked(arrays: Arrays, rows: int) -> Arrays:
-    """What `prepare` returned, contiguous and writable. Raises LoaderError unless torch can take it."""
+    """The result of `prepare`, contiguous and writable. LoaderError if torch cannot take it."""
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.dtype.str[1:] not in TENSOR_KINDS:
             kind = getattr(array, "dtype", type(array).__name__)
@@ -71,7 +71,7 @@ def checked(arrays: Arrays, rows: int) -> Arrays:
 
 @dataclass(frozen=True)
 class Pass:
-    """Batches of a fixed number of rows, to be gone through as often as one likes, each time made anew."""
+    """A re-iterable sequence of batches, prepared again on each iteration."""
 
     length: int
     make: Callable[[], Iterator[Tensors]]
@@ -85,7 +85,7 @@ class Pass:
 
 @dataclass
 class Item:
-    """What a worker sends: tensors and the damage it met, or why there are none. seconds: that it took to make."""
+    """A worker's result: tensors and damage found, or an error. seconds: to prepare it."""
 
     tensors: Tensors
     damage: list[Damage]
@@ -96,8 +96,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Numbered:
-    """Batches by their number: what a worker has. rows(i): (B,) those of batch i, of all ranks; stream(i): its random
-    stream."""
+    """Batches by number, as sent to workers. rows(i): (B,) row numbers of batch i over all ranks; stream(i): its
+    generator."""
 
     reader: Reader
     prepare: Prepare
@@ -113,25 +113,25 @@ class Numbered:
         return checked(batch, len(own))
 
     def item(self, i: int) -> Item:
-        """Batch i as tensors; an error is sent, not raised."""
+        """Batch i as tensors; errors are returned, not raised."""
         began = time.perf_counter()
         try:
             tensors = {name: torch.from_numpy(array) for name, array in self.arrays(i).items()}
-        except Exception as error:  # noqa: BLE001 - raised again in the training process
+        except Exception as error:  # noqa: BLE001 - re-raised in the training process
             text = f"batch {i} could not be made: {type(error).__name__}: {error}"
             return Item({}, self.reader.new_damage(), text, traceback.format_exc())
         return Item(tensors, self.reader.new_damage(), seconds=time.perf_counter() - began)
 
 
-_source: Numbered | None = None  # what this worker process makes batches of
+_source: Numbered | None = None  # in a worker process
 
 
 def _start_worker(source: bytes) -> None:
     global _source
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles Ctrl-C
     torch.set_num_threads(1)  # workers are the parallelism
     end_with_parent()
-    _source = pickle.loads(source)  # noqa: S301 - of the process that started this one
+    _source = pickle.loads(source)  # noqa: S301 - from the parent process
 
 
 def _work(i: int) -> Item:
@@ -140,20 +140,20 @@ def _work(i: int) -> Item:
 
 
 def unskipped(skip: Sequence[tuple[int, int]], i: int) -> int:
-    """The number of the i-th batch that is not skipped, in the stream with nothing skipped."""
+    """Number of the i-th unskipped batch in the stream without skips."""
     for start, stop in skip:
         i += stop - start if i >= start else 0
     return i
 
 
 class Workers:
-    """Processes that make batches ahead, `prefetch` each; never by fork, which copies locks in any state."""
+    """Processes that prefetch `prefetch` batches each; never forked, as fork copies locks in any state."""
 
     def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int) -> None:
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
-            context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
+            context.set_forkserver_preload([__name__])  # import torch once, not in every worker
         self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
         self._numbers, self.futures = iter(numbers), deque[Future[Item]]()
         self._submit(workers * prefetch)
@@ -169,7 +169,7 @@ class Workers:
         return item
 
     def close(self) -> None:
-        """End the processes at once: one that hangs would be waited for."""
+        """Kill the processes: a hung one would block."""
         processes = list(self._pool._processes.values())
         self._pool.shutdown(wait=False)
         for process in processes:
@@ -177,13 +177,13 @@ class Workers:
 
 
 class Loader:
-    """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
+    """Batches of shard rows in an order fixed by (seed, phase), prepared by `prepare`.
 
-    shards: of a catalogue, in its order. limit: rows that are kept (0: all; see `kept_rows`). window_blocks: the
-    shuffle window (0: everything). weights: each source's part of every batch; by default its part of the rows. skip:
-    ranges (start, stop) of batch numbers left out. on_damage(name, block, reason) is called once for every damaged
-    block, on_loss(text) when workers are started again or memory could not be page-locked. timeout: seconds without a
-    batch after which workers count as hung (0: never). sidecars: beside each row. ranks: whose rows are made.
+    shards: of a catalogue, in its order. limit: rows kept (0: all; see `kept_rows`). window_blocks: shuffle window (0:
+    everything). weights: share of each source in every batch; default: its share of the rows. skip: ranges (start,
+    stop) of skipped batch numbers. on_damage(name, block, reason): called once a corrupt block; on_loss(text): when
+    workers are restarted or pinning fails. timeout: seconds without a batch until workers count as hung (0: never).
+    sidecars: additional per-row files. ranks: whose rows are prepared.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Loader:
             shards = [row for name in weights for row in shards if row.source == name]
             if lacking := set(weights) - {row.source for row in shards}:
                 raise LoaderError(f"no healthy shard of source '{min(lacking)}', which has a weight")
-        self._window = window_blocks * len(weights or (0,))  # blocks, and so shards, from which rows come at a time
+        self._window = window_blocks * len(weights or (0,))  # blocks, at most as many shards, in use at a time
         self._reader = Reader(shards, layout, limit, bool(weights), sidecars, 2 * self._window)
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         self._order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
@@ -232,17 +232,17 @@ class Loader:
         self.per_epoch = -(-self.count // batch_size)
 
     def unskipped_index(self, i: int) -> int:
-        """Number of batch i in the stream with nothing skipped: what a range in `skip` counts."""
+        """Number of batch i in the stream without skips, as ranges in `skip` count."""
         return unskipped(self._skip, i)
 
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
-        """This loader with other ranges of unskipped batch numbers left out; both share the files that are open."""
+        """This loader with other skipped ranges; open files are shared."""
         other = copy.copy(self)
         other._skip = merge_ranges(skip)
         return other
 
     def _batches(self) -> Numbered:
-        """The endless stream of shuffled epochs, but for what is skipped."""
+        """The endless stream of shuffled epochs without skipped batches."""
         order, skip, size, count = self._order, self._skip, self.batch_size, self._reader.count
         key = PREPARE, self._seed, self._phase
 
@@ -257,33 +257,33 @@ class Loader:
         return Numbered(self._reader, self._prepare, self._ranks, rows, stream)
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """(N, ...) what `look` makes of the records of all rows, in their order, some of them at a time."""
+        """(N, ...) results of `look` on the records of all rows, in order, in chunks."""
         parts = np.array_split(np.arange(self.count), -(-self.count // ROWS_AT_ONCE))
         return np.concatenate([look(self._reader.gather(part)["records"]) for part in parts])
 
     def only(self, keep: np.ndarray) -> Loader:
-        """This loader with those rows alone in `sequential` of which `keep` (N,) says True."""
+        """This loader restricted to rows where `keep` (N,) is True, for `sequential`."""
         other = copy.copy(self)
         other._only, other.count = np.flatnonzero(keep), int(keep.sum())
         return other
 
     def records(self, number: int) -> Batch:
-        """Stored rows of the batch with this unskipped number, as they lie in the shards: evidence after a blow-up."""
+        """Stored rows of an unskipped batch number, unprepared: evidence after a blow-up."""
         return self._reader.gather(self.skipping(())._batches().rows(number))
 
     def batch(self, i: int) -> Arrays:
-        """Batch i, made here; every array (B, ...)."""
+        """Batch i prepared in this process; arrays (B, ...)."""
         arrays = self._batches().arrays(i)
         self._report(self._reader.new_damage())
         return arrays
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
-        """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers, which end when
-        the iterator is closed. Where one is gone or hangs, all are started again from the batch that never came."""
+        """Batches start, start + 1, ... (endless if `stop` is None) as tensors from the workers, which stop when the
+        iterator is closed. If a worker dies or hangs, all are restarted from the missing batch."""
         return self._iterate(self._batches(), range(start, ENDLESS if stop is None else stop), self._workers)
 
     def sequential(self, batch_size: int, sample: int = 0) -> Pass:
-        """Every row once, in order; the last batch may be short. sample > 0: so many, always the same for a seed."""
+        """Every row once, in order; the last batch may be short. sample > 0: a fixed random subset by seed."""
         kept = np.arange(self.count) if self._only is None else self._only
         seed, ranks = self._seed, self._ranks
         if 0 < sample < len(kept):
@@ -297,20 +297,20 @@ class Loader:
 
         source = Numbered(self._reader, self._prepare, ranks, rows, stream)
         whole, rest = divmod(len(kept), batch_size)
-        length = whole + (rest > ranks.rank)  # a last batch without a row of this rank is none of its
+        length = whole + (rest > ranks.rank)  # without a last batch that has no row of this rank
         workers = self._workers if length >= MIN_WORKER_BATCHES else 0
         return Pass(length, lambda: self._iterate(source, range(length), workers))
 
     def rows_in(self, name: str, block: int) -> int:
-        """Rows of a shard's block (`WHOLE`: of all of them) that are used."""
+        """Rows in use of a shard's block (`WHOLE`: of the shard)."""
         return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the last batch: seconds to `prepare` it, and how many were `ready` behind it; empty without workers."""
+        """Of the last batch: seconds to `prepare` it, and batches `ready` in the queue; {} without workers."""
         return self._stats
 
     def try_workers(self) -> str:
-        """Have the first batches made by the workers: what went wrong, or "" where they are those made here."""
+        """Let workers prepare the first batches: what went wrong, or "" if they equal those made here."""
         if not self._workers:
             return ""
         trial = copy.copy(self)
@@ -324,12 +324,12 @@ class Loader:
         return ""
 
     def check_cache(self) -> None:
-        """Raises RemoteError where the shards that training rows come from at a time do not fit in the cache."""
+        """RemoteError if the shards in one shuffle window do not fit in the cache."""
         if self._reader.remote is not None:
             self._reader.remote.check_room([row.bytes for row in self._reader.shards], self._window)
 
     def _iterate(self, source: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
-        """The batches of these numbers; shards of a data set elsewhere are brought here before."""
+        """Batches by number; remote shards are prefetched."""
         here = (self._unpack(source.item(i)) for i in numbers)
         batches = self._from_workers(source, numbers, workers) if workers else here
         reader, remote = self._reader, self._reader.remote
@@ -388,7 +388,7 @@ class Loader:
         return tensors
 
     def _report(self, damage: Sequence[Damage]) -> None:
-        """Pass on what is new: every worker meets the same damage for itself."""
+        """Report new damage only: every worker finds the same."""
         for name, block, reason in damage:
             if (name, block) not in self._reported:
                 self._reported.add((name, block))

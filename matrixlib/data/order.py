@@ -1,6 +1,5 @@
-"""The order of rows: permutations of an epoch, over all rows or in windows, mixtures of sources, and the rows of a
-batch that each rank makes. Nothing is a list of N; the state of an order is the place in its endless stream.
-"""
+"""Order of rows: permutations of an epoch (all rows or windows), mixtures of sources, the rows of each rank. No list of
+N rows is made; an order's state is a position in its endless stream."""
 
 import hashlib
 import struct
@@ -14,11 +13,11 @@ import numpy as np
 from matrixlib.hardware.kernels import kernel
 
 ROUNDS = 8
-ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
+ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # domains of keys, so that no two purposes share a stream
 MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SIZE_AT = {"random": 0, "standard_normal": 0, "integers": 2, "normal": 2, "uniform": 2}
-"""Methods of a generator that `prepare` may draw with -> place of the argument `size`."""
-PERIOD = 1000  # places after which the pattern of a mixture repeats: weights count in thousandths
+"""Generator methods that `prepare` may use -> position of their `size` argument."""
+PERIOD = 1000  # places after which a mixture's pattern repeats: weights are rounded to 1/1000
 
 
 def make_key(*parts: int) -> bytes:
@@ -27,13 +26,13 @@ def make_key(*parts: int) -> bytes:
 
 
 def generator(*parts: int) -> np.random.Generator:
-    """A random stream of its own for these parts (counter-based Philox)."""
+    """An independent random stream for these parts (counter-based Philox)."""
     return np.random.Generator(np.random.Philox(key=int.from_bytes(make_key(*parts)[:16], "little")))
 
 
 def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
-    """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64. A Feistel
-    network (Luby and Rackoff 1988; cycle walking: Black and Rogaway 2002) with the finaliser of SplitMix64."""
+    """Images of each `index` under a permutation of 0..n-1 chosen by `key` (64 bytes); same shape, int64. A Feistel
+    network (Luby and Rackoff 1988; cycle walking: Black and Rogaway 2002) with SplitMix64's finaliser."""
     assert n >= 1
     flat = np.ascontiguousarray(index, np.uint64).ravel()
     assert not len(flat) or int(flat.max()) < n, "cycle walking ends only from inside"
@@ -44,7 +43,7 @@ def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
 
 @kernel
 def _walk(index: np.ndarray, n: np.uint64, bits: np.uint64, keys: np.ndarray) -> np.ndarray:
-    """Each `index` (B,), uint64, sent through the network of 0..2**bits-1 until it is below n."""
+    """Each `index` (B,), uint64, sent through the network on 0..2**bits-1 until below n."""
     one = np.uint64(1)
     low_bits = bits >> one
     low_mask, high_mask = (one << low_bits) - one, (one << bits - low_bits) - one
@@ -52,7 +51,7 @@ def _walk(index: np.ndarray, n: np.uint64, bits: np.uint64, keys: np.ndarray) ->
     for i, value in enumerate(index):
         while True:
             low, high = value & low_mask, value >> low_bits
-            for pair in range(0, len(keys), 2):  # a round adds to one half (xor) a hash of the other
+            for pair in range(0, len(keys), 2):  # a round xors one half with a hash of the other
                 low ^= _mix(high, keys[pair]) & low_mask
                 high ^= _mix(low, keys[pair + 1]) & high_mask
             value = low | high << low_bits
@@ -72,8 +71,8 @@ def _mix(value: np.uint64, key: np.uint64) -> np.uint64:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which row comes at each place of the endless stream. first (blocks+1,): first row of each block and, last, N.
-    `window` 0: an epoch permutes all rows; else the blocks, and the rows of each `window` of them."""
+    """Rows by position of the endless stream. first (blocks+1,): first row of each block, then N. window 0: an epoch
+    permutes all rows; else the blocks, and the rows of each `window` blocks."""
 
     first: np.ndarray
     seed: int
@@ -104,12 +103,12 @@ class Order:
         return out
 
     def _permuted_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks in the order of an epoch, and the position where each starts; the latest are kept."""
+        """Blocks in the order of an epoch, and the position where each starts; recent epochs are cached."""
         known = self._blocks.get(epoch)
         if known is None:
             blocks = len(self.first) - 1
             order = permute(np.arange(blocks), blocks, make_key(ORDER, self.seed, self.phase, epoch))
-            if len(self._blocks) > 1:  # another thread may do so at any time
+            if len(self._blocks) > 1:  # another thread may do the same
                 self._blocks.clear()
             known = order, np.concatenate([[0], np.cumsum(np.diff(self.first)[order])])
             self._blocks[epoch] = known
@@ -117,7 +116,7 @@ class Order:
 
 
 def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges (start, stop) sorted, overlapping ones joined. Raises ValueError unless 0 <= start < stop."""
+    """Ranges (start, stop) sorted and merged. ValueError unless 0 <= start < stop."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted((int(a), int(b)) for a, b in skip):
         if not 0 <= start < stop:
@@ -129,7 +128,7 @@ def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 
 
 def places_of(weights: Mapping[str, float]) -> dict[str, int]:
-    """How many of PERIOD places each source gets, by largest remainder. ValueError where a weight is too small."""
+    """Number of PERIOD places of each source, by largest remainder. ValueError if a weight is too small."""
     total = sum(weights.values())
     exact = {name: weight / total * PERIOD for name, weight in weights.items()}
     places = {name: int(share) for name, share in exact.items()}
@@ -143,15 +142,15 @@ def places_of(weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """The stream of several sources, drawn by weight. parts: their orders, whose rows follow each other. places: how
-    many of PERIOD places belong to each, spread evenly."""
+    """A weighted mixture of sources. parts: their orders, with consecutive rows. places: places of PERIOD for each,
+    spread evenly."""
 
     parts: tuple[Order, ...]
     places: tuple[int, ...]
 
     @cached_property
     def _pattern(self) -> tuple[np.ndarray, np.ndarray]:
-        """(PERIOD,) the source of each place, and how many places of that source come before it."""
+        """(PERIOD,) source of each place, and the number of earlier places of that source."""
         which = np.repeat(np.arange(len(self.places)), self.places)
         rank = np.concatenate([np.arange(count) for count in self.places])
         spread = np.argsort((rank + 0.5) / np.array(self.places)[which], kind="stable")
@@ -173,22 +172,22 @@ class Mixture:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Every `size`-th row of a batch from row `rank` on: a batch has the same rows for any number of ranks."""
+    """Every `size`-th row of a batch from row `rank` on, so that batches do not depend on the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """This rank's of (B, ...)."""
+        """This rank's rows of (B, ...)."""
         return rows[self.rank :: self.size]
 
     def stream(self, generator: np.random.Generator, rows: int) -> np.random.Generator:
-        """The random stream of a batch of `rows` rows, which gives the numbers of this rank's rows alone."""
+        """Generator of a batch of `rows` rows that returns this rank's numbers only."""
         return generator if self.size == 1 else cast(np.random.Generator, RowGenerator(generator, rows, self))
 
 
 class RowGenerator:
-    """Draws for every row of a batch and gives those of one rank's rows: they are the same whoever makes them."""
+    """Draws for every row of a batch and returns one rank's: results do not depend on the number of ranks."""
 
     def __init__(self, generator: np.random.Generator, rows: int, ranks: RankSlice) -> None:
         self._generator, self._rows, self._ranks = generator, rows, ranks
@@ -204,7 +203,7 @@ class RowGenerator:
             size = (given,) if isinstance(given, (int, np.integer)) else tuple(given or ())
             if not size or size[0] != self._own:
                 raise ValueError(f"prepare: `{name}` draws for its {self._own} rows, so its first size is not {given}")
-            if len(args) <= place:  # such as integers(64, size=rows)
+            if len(args) <= place:  # integers(64, size=rows), say
                 options["size"] = (self._rows, *size[1:])
             else:
                 before = (*args[:place], (self._rows, *size[1:]), *args[place + 1 :])

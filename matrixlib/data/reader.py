@@ -1,4 +1,4 @@
-"""Rows of many shards by one running number, damaged blocks replaced: what the loader's workers read from."""
+"""Rows of many shards by one running number, with corrupt blocks replaced: what loader workers read from."""
 
 import contextlib
 import itertools
@@ -15,24 +15,24 @@ from matrixlib.hardware.kernels import kernel
 
 Damage = tuple[str, int, str]  # (shard name, block or WHOLE, reason)
 
-WHOLE = -1  # in place of a block's number: the shard cannot be opened
-ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, each with the 16 pages around it
-RESIDENT_BYTES = 2**27  # of mapped shards that may stay in memory; a larger data set is let go again and again
+WHOLE = -1  # instead of a block number: the shard cannot be opened
+ROW_BYTES = 3 * 2**16  # most mapped by reading a row: three places with 16 pages each
+RESIDENT_BYTES = 2**27  # of mapped shards kept resident; larger data sets are unmapped repeatedly
 
 
 class LoaderError(RuntimeError):
-    """A batch that could not be made, and why."""
+    """A batch could not be prepared."""
 
 
 @dataclass(frozen=True)
 class Sidecars:
-    """A file beside each shard in use, with a row for each of the shard's: `paths` by the shard's name."""
+    """A file for each shard in use, with a row for each of the shard's: `paths` by shard name."""
 
     layout: Layout
     paths: Mapping[str, Path]
 
     def sound(self, name: str, block: int) -> bool:
-        """Whether a block of the file beside a shard (`WHOLE`: the file) can be read."""
+        """Whether a block of a shard's sidecar (`WHOLE`: the file) can be read."""
         try:
             file = Shard(self.paths[name], self.layout)
             if block != WHOLE:
@@ -43,12 +43,12 @@ class Sidecars:
 
     @staticmethod
     def note(path: Path) -> Path:
-        """Lies beside such a file where damage was found, so that it is made anew."""
+        """Marker file next to a corrupt sidecar, so that it is recomputed."""
         return path.with_name(f"{path.name}.damaged")
 
 
 class Lost(Exception):
-    """Rows that cannot be read: number of the shard, block or WHOLE, and why."""
+    """Unreadable rows: shard number, block or WHOLE, reason."""
 
     def __init__(self, shard: int, block: int, reason: object) -> None:
         super().__init__(str(reason))
@@ -56,7 +56,7 @@ class Lost(Exception):
 
 
 def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
-    """How many rows of each shard a limit keeps: the same part of every source, its first rows; 0 keeps all."""
+    """Rows of each shard kept by a limit: the same share of every source, first rows first; 0 keeps all."""
     total = sum(counts)
     if not limit or limit >= total:
         return list(counts)
@@ -74,8 +74,8 @@ def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list
 
 @kernel
 def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.ndarray, target: np.ndarray) -> int:
-    """Bytes source[start[i] : start[i] + length[i]] to target[place[i] :], for each row i. Returns a sum of no meaning:
-    reading the ends of all rows before is three times as fast, as the processor waits for many of them at once."""
+    """Copy bytes source[start[i] : start[i] + length[i]] to target[place[i] :] for each row i. Returns a meaningless
+    sum: touching all rows first is three times as fast, as the processor overlaps the cache misses."""
     touched = 0
     for i in range(len(start)):
         if length[i]:
@@ -87,7 +87,7 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 
 
 def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
-    """Copies of row rows[i] of open shard which[i], (B,) each. Lost where a file has changed since its check."""
+    """Copies of row rows[i] of open shard which[i], (B,) each. Lost if a file changed since its check."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
@@ -116,11 +116,11 @@ def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, lay
 
 
 class Reader:
-    """Rows of several shards by one running number. Workers open their own maps, each when its first row is asked for.
+    """Rows of several shards by one running number. Each worker maps shards lazily.
 
-    by_source: shards of a source follow each other, and rows of a source are replaced by rows of it. sidecars: give
-    `sidecar` (B,). keep_open: shards of a remote set that stay open (0: all), as each takes room. A row of a bad block
-    becomes the row at the same place of the next sound one (cyclic): batches depend on the files alone.
+    by_source: shards of a source are consecutive, and rows are replaced within their source. sidecars: provide
+    `sidecar` (B,). keep_open: remote shards kept open (0: all). A row of a corrupt block is replaced by the same row of
+    the next intact block (cyclic), so batches depend on the files alone.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Reader:
         keep_open: int = 0,
     ) -> None:
         self.shards, self.layout = tuple(shards), layout
-        # with its file system, as this process may be configured otherwise than a worker
+        # pickled with its file system, as a worker's configuration may differ
         self.remote = None if shards[0].remote is None else Remote.open(shards[0].remote)
         self._keep = 0 if self.remote is None else keep_open
         self._sidecars: Reader | None = None
@@ -153,7 +153,7 @@ class Reader:
                 if begin == end:
                     raise LoaderError(f"data.limit {self.count} leaves no row of source '{source}'; raise it")
                 self._parts.append((source, begin, end))
-        self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
+        self._sound = np.arange(len(self.first) - 1)  # replacement of each block
         self._bad = np.zeros(len(self._sound), bool)
         self._begin()
 
@@ -165,33 +165,33 @@ class Reader:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is open, checked or mapped yet in this process, which may open all files that the system allows."""
-        with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limit, macOS may count otherwise
+        """Reset open files and checks in this process; raises the limit of open files to the maximum."""
+        with contextlib.suppress(ImportError, ValueError, OSError):  # no limit on Windows; macOS may refuse
             import resource
 
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._open: dict[int, Shard] = {}  # by number, the one used longest ago first
+        self._open: dict[int, Shard] = {}  # by number, least recently used first
         self._checked = np.zeros(len(self.first) - 1, bool)
         self._touched, self._resident = set[int](), 0
         self._new_damage: list[Damage] = []
 
     def firsts(self) -> list[np.ndarray]:
-        """First row of each block and, last, N, of the whole or of each source."""
+        """First row of each block, then N; overall, or for each source."""
         return [self.first[(self.first >= a) & (self.first <= b)] - a for _, a, b in self._parts]
 
     def shards_of(self, rows: np.ndarray) -> np.ndarray:
-        """Number of the shard of each row (B,)."""
+        """Shard number of each row (B,)."""
         return np.searchsorted(self.start, rows, side="right") - 1
 
     def rows_in(self, name: str, block: int) -> int:
-        """Rows of a shard's block, or of all of them (`WHOLE`), that the limit keeps."""
+        """Rows of a shard's block (`WHOLE`: of the shard) within the limit."""
         number = [row.name for row in self.shards].index(name)
         rows = int(self.start[number + 1] - self.start[number])
         return rows if block == WHOLE else max(0, min(BLOCK, rows - block * BLOCK))
 
     def gather(self, rows: np.ndarray) -> Batch:
-        """Copies of the rows (B,). Raises LoaderError when no block is sound."""
+        """Copies of rows (B,). LoaderError if no block is intact."""
         while True:
             blocks = np.searchsorted(self.first, rows, side="right") - 1
             sound = self._sound[blocks]
@@ -233,9 +233,9 @@ class Reader:
                 shard = Shard(path, self.layout)
             except ShardError as error:
                 if self.remote is not None and path.suffix and not path.exists():
-                    continue  # another process has taken its room
+                    continue  # evicted by another process
                 raise Lost(i, WHOLE, error) from error
-            except OSError as error:  # of the machine, not of the file
+            except OSError as error:  # the machine's fault, not the file's
                 remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
                 raise LoaderError(f"{row.path} cannot be opened: {error}; {remedy}") from error
             if len(shard) != row.count:
@@ -244,7 +244,7 @@ class Reader:
         return self._open[i]
 
     def _close(self, shards: np.ndarray) -> None:
-        """Close the shards that were used longest ago."""
+        """Close the least recently used shards."""
         if not self._keep or len(self._open) <= self._keep:
             return
         for i in np.unique(shards).tolist():
@@ -256,7 +256,7 @@ class Reader:
             self._checked[slice(*np.searchsorted(self.first, self.start[i : i + 2]))] = False
 
     def _release(self) -> None:
-        """Keep a data set larger than RESIDENT_BYTES from filling the memory: its rows hardly come again soon."""
+        """Unmap pages of data sets above RESIDENT_BYTES, whose rows are not needed again soon."""
         if self._resident > RESIDENT_BYTES:
             self._resident = sum(self._open[i].bytes for i in self._touched)
             if self._resident > RESIDENT_BYTES:
@@ -276,6 +276,6 @@ class Reader:
             self._sound[a:b] = a + good[np.searchsorted(good, np.arange(b - a)) % len(good)]
 
     def new_damage(self) -> list[Damage]:
-        """Damage met since the last call."""
+        """Damage found since the last call."""
         damage, self._new_damage = self._new_damage, []
         return damage

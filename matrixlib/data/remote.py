@@ -1,7 +1,7 @@
-"""Data sets that lie elsewhere (S3, HTTP, a shared folder): their shards in a bounded folder of this machine.
+"""Remote data sets (S3, HTTP, a shared folder) with a bounded local cache of whole shards.
 
-Shards come whole when their first row is asked for, are checked by the catalogue's SHA-256, and go when the folder is
-full, the one used longest ago first. One that is not what was written is damaged, as a local one.
+A shard is downloaded when its first row is needed, verified by the catalogue's SHA-256, and evicted least recently used
+first. A wrong one counts as corrupt, like a local one.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try where a connection fails
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each retry
 OPTIONS = {"s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}}}
-"""By protocol, unless fsspec's own configuration has others: one try is one try, as they are counted here."""
+"""By protocol, unless fsspec's configuration sets others: no retries of its own, as they are counted here."""
 CATALOGUE_BYTES = 2**28  # at most
-STALE_SECONDS = 86_400.0  # after which an unfinished file is one of a killed process
-DOWNLOADS = 4  # at once, ahead of the batches
+STALE_SECONDS = 86_400.0  # age at which a partial file counts as abandoned
+DOWNLOADS = 4  # parallel downloads
 
 
 class RemoteError(ValueError):
-    """A data set elsewhere that cannot be read, or kept here; says which, why and what to do."""
+    """A remote data set cannot be read or cached; says why and what to do."""
 
 
 class Remote:
-    """A data set at a URL of fsspec. bytes: how much of all such sets may lie here; a catalogue lies here per bound."""
+    """A data set at an fsspec URL. bytes: cache size for all remote sets."""
 
     def __init__(self, url: str, bytes: int) -> None:
         import fsspec
@@ -61,14 +61,14 @@ class Remote:
 
     @classmethod
     def open(cls, folder: Path) -> Remote:
-        """The data set whose catalogue was brought to `folder`."""
+        """The data set whose catalogue was downloaded to `folder`."""
         known = read_json(folder / REMOTE)
         return cls(known["url"], int(known["cache"]))
 
     def _ask(self, name: str, act: Callable[[str], Result]) -> Result:
-        """act(URL), again where the connection fails. RemoteError says what to do about anything else."""
+        """act(URL) with retries on connection errors. RemoteError for anything else."""
         where = f"{self.url}/{name}"
-        if hasattr(self.fs, "retries"):  # here, as a worker process makes the file system anew
+        if hasattr(self.fs, "retries"):  # here, as workers recreate the file system
             self.fs.retries = 1
         for seconds in (*RETRY_SECONDS, None):
             try:
@@ -83,7 +83,7 @@ class Remote:
                     ) from error
                 of_library = type(error).__module__.partition(".")[0] in ("aiohttp", "botocore")
                 if not of_library and (not isinstance(error, OSError) or error.errno in REFUSALS):
-                    raise  # of the folder that is written here, or a mistake
+                    raise  # of the local folder, or a bug
                 if seconds is None:
                     raise RemoteError(
                         f"{where} could not be read in {len(RETRY_SECONDS) + 1} tries ({type(error).__name__}: {error})"
@@ -93,7 +93,7 @@ class Remote:
         raise AssertionError("the last try raises")
 
     def update(self) -> Path:
-        """Bring the catalogue as it is now; its folder."""
+        """Download the current catalogue; returns its folder."""
         size = self._ask(NAME, self.fs.info)["size"]
         if size is None or size > CATALOGUE_BYTES:
             raise RemoteError(f"{self.url}/{NAME} has {size} bytes, which no catalogue has: is that a data set?")
@@ -108,7 +108,7 @@ class Remote:
         return path.parent
 
     def check_room(self, sizes: Sequence[int], at_once: int) -> None:
-        """Raises RemoteError where the largest `at_once` (0: all) shards of these sizes do not fit in the cache."""
+        """RemoteError if the largest `at_once` (0: all) of these shard sizes do not fit in the cache."""
         size = sum(sorted(sizes, reverse=True)[: at_once or None])
         if size > self.bytes:
             raise RemoteError(
@@ -117,11 +117,11 @@ class Remote:
             )
 
     def path(self, row: ShardRow) -> Path:
-        """Where a shard lies on this machine, if it does: by its contents."""
+        """Local path of a shard, by content hash, whether present or not."""
         return self.root / "shards" / f"{row.sha256}.npz"
 
     def fetch(self, row: ShardRow) -> Path:
-        """The file of a shard, brought here. ShardError where it is, twice, not what was catalogued; RemoteError."""
+        """The local file of a shard, downloaded if needed. ShardError if it is wrong twice; RemoteError."""
         path = self.path(row)
         if _is_sound(path, row):
             return path
@@ -131,7 +131,7 @@ class Remote:
             part = path.with_suffix(f".{row.bytes}.tmp")
             self._reserve(row.bytes, part)
             try:
-                for _ in range(2):  # what is wrong may have become so on the way
+                for _ in range(2):  # may have been corrupted in transit
                     self._ask(row.name, lambda where: self._download(where, part, row.bytes))
                     if file_hash(part) == row.sha256:
                         os.replace(part, path)
@@ -152,7 +152,7 @@ class Remote:
 
     @contextmanager
     def _filling(self, path: Path) -> Iterator[None]:
-        """Within it, no other process or thread writes `path`, whose folder is there."""
+        """Context in which no other process or thread writes `path`; its folder exists."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / f"{hashlib.sha256(path.name.encode()).hexdigest()[:2]}.lock"):
@@ -164,7 +164,7 @@ class Remote:
             ) from error
 
     def _reserve(self, size: int, part: Path) -> None:
-        """Remove the shards that were used longest ago until `size` bytes are free for `part`."""
+        """Evict least recently used shards until `size` bytes are free for `part`."""
         if size > self.bytes:
             raise RemoteError(
                 f"{size:,} bytes of remote data have to lie in the cache at once, and data.cache is "
@@ -173,22 +173,22 @@ class Remote:
         with FileLock(self.root / "reserve.lock"):
             files = []
             for path in part.parent.iterdir():
-                with suppress(FileNotFoundError):  # whoever wrote it has renamed or removed it
+                with suppress(FileNotFoundError):  # renamed or removed by its writer
                     facts, whole = path.stat(), path.suffix == ".npz"
                     files.append((facts.st_mtime, facts.st_size if whole else int(path.suffixes[0][1:]), whole, path))
             used = sum(own for _, own, *_ in files)
             for when, own, whole, path in sorted(files):
                 if used + size > self.bytes if whole else when < time.time() - STALE_SECONDS:
-                    with suppress(PermissionError):  # Windows keeps a file that somebody has mapped
+                    with suppress(PermissionError):  # Windows: still mapped by someone
                         path.unlink(missing_ok=True)
                         used -= own
             part.touch()
 
 
 def _is_sound(path: Path, row: ShardRow) -> bool:
-    """Whether a shard is here as it was written; it then counts as used now."""
+    """Whether a shard is present and intact; marks it as used."""
     try:
-        with suppress(PermissionError):  # of a folder that cannot be written
+        with suppress(PermissionError):  # read-only folder
             os.utime(path)
         return file_hash(path) == row.sha256
     except FileNotFoundError:
@@ -196,20 +196,20 @@ def _is_sound(path: Path, row: ShardRow) -> bool:
 
 
 def is_remote(source: str) -> bool:
-    """Whether a data set is named by a URL."""
+    """Whether a data set is given as a URL."""
     return "://" in source
 
 
 def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
-    """Folder with the catalogue of the data set at a URL as it is now. cache: GiB for shards of all such sets on this
-    machine; look: unless a training has set another. Raises RemoteError."""
+    """Local folder with the current catalogue of the data set at a URL. cache: GiB for all remote sets on this machine;
+    look: keep the limit that a training has set. Raises RemoteError."""
     remote = Remote(url, int(cache * 2**30))
     known = sorted(remote.folder.glob(f"*/{REMOTE}"), key=lambda path: path.stat().st_mtime)
     return (Remote.open(known[-1].parent) if look and known else remote).update()
 
 
 def local_path(row: ShardRow) -> Path:
-    """Path of a shard's file, brought here if it lies elsewhere. Raises ShardError, RemoteError."""
+    """Path of a shard's file, downloaded if remote. Raises ShardError, RemoteError."""
     return row.path if row.remote is None else Remote.open(row.remote).fetch(row)
 
 
@@ -220,11 +220,11 @@ def fetch_ahead(
     wanted: Iterator[set[int]],
     ahead: int,
 ) -> Iterator[Result]:
-    """The batches, while the shards of the next `ahead` ones are brought here. wanted: numbers of each one's shards."""
+    """The batches, while shards of the next `ahead` ones are downloaded. wanted: shard numbers of each batch."""
     before: set[int] = set()
 
     def bring(number: int) -> None:
-        with suppress(ShardError, RemoteError):  # whoever reads it is told
+        with suppress(ShardError, RemoteError):  # reported when it is read
             if not remote.path(shards[number]).exists():
                 remote.fetch(shards[number])
 
@@ -235,7 +235,7 @@ def fetch_ahead(
             pool.apply_async(bring, (number,))
         before = now
 
-    pool = ThreadPool(DOWNLOADS)  # daemon threads, unlike an executor's: a process does not wait for them at its end
+    pool = ThreadPool(DOWNLOADS)  # daemon threads: not joined at exit, unlike an executor's
     try:
         for _ in range(ahead):
             look()

@@ -1,7 +1,7 @@
-"""Shards: uncompressed NPZ files of fixed-size records and ragged members, mapped and checked by block.
+"""Shards: uncompressed NPZ files of fixed-size records and ragged members, memory-mapped, with a checksum a block.
 
-Plain ``numpy.load`` opens a shard, but reads members whole (`mmap_mode`, too), so here each is mapped at its offset in
-the zip file. A CRC-32 for every member and block is checked when it is first read.
+``numpy.load`` reads a shard, but copies whole members (also with `mmap_mode`); here each is mapped at its offset in the
+zip file. A CRC-32 for every member and block is verified on first use.
 """
 
 import errno
@@ -26,17 +26,17 @@ from numpy.lib import format as npy
 from matrixlib.files import remove_leftovers, write_bytes
 
 BLOCK = 4096  # records in a block
-FORMAT = 1  # version of the container; a layout has a version of its own
+FORMAT = 1  # version of the container; layouts have their own
 SPLITS = ("train", "validation")
-PROVENANCE = ("source", "generator", "seed", "split")  # what the writer must say about its data
-OURS = ("format", "task", "version", "layout", "count", "sizes")  # what follows from the data
+PROVENANCE = ("source", "generator", "seed", "split")  # required of the writer
+OURS = ("format", "task", "version", "layout", "count", "sizes")  # derived from the data
 OFFSET = np.dtype("<i8")
 ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
 PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-HEAD_BYTES = 2**16  # of a member in the zip file, before its first item: more than the headers of any of ours
+HEAD_BYTES = 2**16  # upper bound of a member's headers
 LFS_POINTER = b"version https://git-lfs"
-SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # too many open files, no memory: the machine refuses
+SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine refuses: open files, memory
 DAMAGED = (EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, tokenize.TokenError)
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, SyntaxError)
 REMEDY = "restore the file from a copy, make it again, or quarantine it in the catalogue"
@@ -46,14 +46,14 @@ Result = TypeVar("Result")
 
 
 class ShardError(ValueError):
-    """A shard that cannot be used: names the file, the cause and what to do."""
+    """The shard cannot be used; names the file, the cause and what to do."""
 
 
 class DamagedBlock(ShardError):
-    """One block whose bytes are not those that were written. Attributes: path, block, member."""
+    """A corrupt block. Attributes: path, block, member."""
 
     def __init__(self, path: Path | str, block: int, member: str) -> None:
-        super().__init__(path, block, member)  # what pickling hands to the copy's __init__
+        super().__init__(path, block, member)  # for pickling
         self.path, self.block, self.member = Path(path), block, member
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ class DamagedBlock(ShardError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a task stores: a structured little-endian record, and ragged groups of members that share offsets.
+    """What a task stores: a structured little-endian record, and ragged groups of members with shared offsets.
 
-    ``ragged`` maps group -> member -> dtype. Group "g" with member "m" makes the arrays ``g_m`` (K,) and
-    ``g_offset`` (n+1,) int64: row i of the group is ``g_m[g_offset[i]:g_offset[i+1]]``.
+    ``ragged`` maps group -> member -> dtype. Group "g" with member "m" has arrays ``g_m`` (K,) and ``g_offset`` (n+1,)
+    int64: row i is ``g_m[g_offset[i]:g_offset[i+1]]``.
     """
 
     task: str
@@ -79,7 +79,7 @@ class Layout:
                 raise ValueError(f"layout '{self.task}': '{name}' must be little-endian, no objects: {dtype}")
 
     def members(self) -> Iterator[tuple[str, np.dtype]]:
-        """(array name, dtype) in the order of file and ``block_crc``; an offset precedes its members."""
+        """(array name, dtype) in file and ``block_crc`` order; offsets precede their members."""
         yield "records", np.dtype(self.record)
         for group, members in self.ragged.items():
             yield f"{group}_offset", OFFSET
@@ -87,7 +87,7 @@ class Layout:
                 yield f"{group}_{member}", np.dtype(dtype)
 
     def describe(self) -> dict[str, Any]:
-        """The layout as plain JSON data, stored in every shard and compared when one is opened."""
+        """The layout as JSON data, stored in every shard and compared on opening."""
         ragged = {g: {m: np.dtype(d).str for m, d in members.items()} for g, members in self.ragged.items()}
         record = json.loads(json.dumps(npy.dtype_to_descr(np.dtype(self.record))))
         return {"record": record, "ragged": ragged, "block": BLOCK}
@@ -95,7 +95,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """Facts of one file: record count, size in bytes, SHA-256 (hex) and the stored meta data."""
+    """Metadata of one file: record count, size in bytes, SHA-256 (hex), stored meta data."""
 
     path: Path
     count: int
@@ -105,7 +105,7 @@ class ShardInfo:
 
 
 def ragged_rows(offset: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows `indices` (B,) of a group lie: (positions of their items (K,), new offset (B+1,))."""
+    """Items of the rows `indices` (B,) of a group: (positions (K,), new offset (B+1,))."""
     start = offset[indices]
     length = offset[indices + 1] - start
     out = np.zeros(len(indices) + 1, OFFSET)
@@ -114,7 +114,7 @@ def ragged_rows(offset: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np
 
 
 def select(batch: Batch, indices: np.ndarray, layout: Layout) -> Batch:
-    """Rows `indices` (B,) of a batch, in that order, as copies. Raises IndexError outside 0..len-1."""
+    """Copies of rows `indices` (B,) of a batch, in that order. IndexError outside 0..len-1."""
     indices = np.asarray(indices, np.int64)
     if len(indices) and not (indices.min() >= 0 and indices.max() < len(batch["records"])):
         raise IndexError(f"row outside 0..{len(batch['records']) - 1}: {indices.min()}..{indices.max()}")
@@ -127,7 +127,7 @@ def select(batch: Batch, indices: np.ndarray, layout: Layout) -> Batch:
 
 
 def concat(batches: Sequence[Batch], layout: Layout) -> Batch:
-    """One batch of the rows of all, in order; no batches give an empty one."""
+    """One batch of all rows, in order; empty without batches."""
     out = {"records": np.concatenate([np.empty(0, layout.record), *(b["records"] for b in batches)])}
     for group, members in layout.ragged.items():
         lengths = [np.diff(b[f"{group}_offset"]) for b in batches]
@@ -139,7 +139,7 @@ def concat(batches: Sequence[Batch], layout: Layout) -> Batch:
 
 
 def check(batch: Batch, layout: Layout) -> None:
-    """Raises ValueError unless `batch` has exactly the arrays, dtypes and offsets that `layout` declares."""
+    """ValueError unless `batch` has exactly the arrays, dtypes and offsets of `layout`."""
     expected, kinds = dict(layout.members()), {name: array.dtype for name, array in batch.items() if array.ndim == 1}
     if kinds != expected:
         raise ValueError(f"batch has one-dimensional {kinds}, layout '{layout.task}' needs {expected}")
@@ -163,8 +163,7 @@ def _crc(array: np.ndarray) -> int:
 
 
 def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(member, the slice that belongs to `block`), in the order of the layout, so that an offset can be checked before
-    the slices that it cuts."""
+    """(member, slice of `block`), in layout order, so that an offset is checked before the slices it defines."""
     start, stop = block * BLOCK, min((block + 1) * BLOCK, len(batch["records"]))
     yield "records", batch["records"][start:stop]
     for group, members in layout.ragged.items():
@@ -175,7 +174,7 @@ def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str
 
 
 def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> ShardInfo:
-    """Write what `pack_shard` gives so that the file appears whole or not at all, in place of one of that name."""
+    """Write the result of `pack_shard` atomically, replacing a file of that name."""
     path, data = Path(path), pack_shard(layout, batch, meta)
     remove_leftovers(path)
     write_bytes(path, data)
@@ -183,9 +182,9 @@ def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[st
 
 
 def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
-    """The bytes of a shard: the same for the same data and meta (with created).
+    """The bytes of a shard, a pure function of data and meta (with created).
 
-    meta: JSON data with source, generator, seed and split ("train" or "validation"), maybe with created (UTC, ISO 8601;
+    meta: JSON data with source, generator, seed and split ("train" or "validation"); optional created (UTC, ISO 8601;
     default now) and quality (figures for the catalogue). ValueError if the batch is empty or not of this layout.
     """
     check(batch, layout)
@@ -227,14 +226,14 @@ def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np
 
 
 def read_info(path: Path | str) -> ShardInfo:
-    """Facts of a shard of any layout; the file is hashed. Raises ShardError."""
+    """Metadata of a shard of any layout; hashes the file. Raises ShardError."""
     path = Path(path)
     meta = _read_zip(path, lambda archive: _read_meta(path, archive))
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
 
 
 def is_shard(path: Path) -> bool:
-    """Whether a file says of itself that it is a shard."""
+    """Whether a file claims to be a shard."""
     try:
         _read_zip(path, lambda archive: _read_meta(path, archive))
     except ShardError:
@@ -243,12 +242,12 @@ def is_shard(path: Path) -> bool:
 
 
 def find_damage(path: Path) -> str:
-    """The first member that fails its zip checksum, or an empty string. Raises ShardError."""
+    """First member with a wrong zip checksum, or "". Raises ShardError."""
     return (_read_zip(path, lambda archive: archive.testzip()) or "").removesuffix(".npy")
 
 
 def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """read(open zip file); whatever is wrong with the file becomes a ShardError."""
+    """read(open zip file); any fault of the file becomes a ShardError."""
     try:
         with open(path, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -261,14 +260,14 @@ def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
         raise ShardError(f"{path}: no such file; {REMEDY}") from None
     except OSError as error:
         if error.errno in SYSTEM:
-            raise  # nothing is wrong with the file
+            raise  # not the file's fault
         raise ShardError(f"{path}: cannot be read ({error}); {REMEDY}") from error
     except (*DAMAGED, *FOREIGN) as error:
         raise ShardError(f"{path}: truncated, damaged or not a shard ({error}); {REMEDY}") from error
 
 
 def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """The directory entry of a member, which must be there, uncompressed, and no larger than the file."""
+    """Zip entry of a member, which must exist, be uncompressed, and not exceed the file."""
     if f"{name}.npy" not in archive.namelist():
         raise ShardError(f"{path}: not a shard of ours (no member '{name}'); write it with write_shard")
     info = archive.getinfo(f"{name}.npy")
@@ -280,7 +279,7 @@ def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.Zi
 
 
 def _read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member read whole, its zip checksum verified. ValueError where it claims more than it has."""
+    """A whole member, zip checksum verified. ValueError if it claims more than it has."""
     data = archive.read(_stored(path, archive, name))
     file = io.BytesIO(data)
     shape, _, dtype = _npy_header(file)
@@ -288,13 +287,13 @@ def _read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.nda
 
 
 def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """(shape, Fortran order, dtype) of an NPY file, which is left at its first item."""
+    """(shape, Fortran order, dtype) of an NPY file; leaves it at the first item."""
     header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
     return header(file)
 
 
 def _read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Meta data, of which what a catalogue keeps is of its type, with no more rows or items than bytes in the file."""
+    """Meta data, type-checked where the catalogue keeps it, with no more rows or items than bytes in the file."""
     meta = json.loads(_read_small(path, archive, "meta").tobytes())
     if not isinstance(meta, dict) or not {*OURS, *PROVENANCE} <= set(meta):
         raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
@@ -341,8 +340,8 @@ def _map_member(
 
 
 class Shard:
-    """A memory-mapped shard; each block is checked once, when it is first asked for. bytes: its size. ShardError when
-    the file is missing, truncated, foreign, or of another task or version."""
+    """A memory-mapped shard; each block is verified on first use. bytes: its size. ShardError if missing, truncated,
+    foreign, or of another task or version."""
 
     def __init__(self, path: Path | str, layout: Layout) -> None:
         self.path, self.layout = Path(path), layout
@@ -374,25 +373,25 @@ class Shard:
         return Shard, (self.path, self.layout)
 
     def release(self) -> None:
-        """Give the mapped pages back, so that they do not count as this process's memory (not on Windows)."""
+        """Release mapped pages, so that they do not count as process memory (not on Windows)."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the blocks' checksums: another one where any row is, and no block has to be read for it."""
+        """SHA-256 of the block checksums: changes with any row, without reading blocks."""
         return hashlib.sha256(self._crc.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.arrays["records"])
 
     def verify_block(self, block: int) -> None:
-        """Check the bytes of one block against their checksums, once. Raises DamagedBlock."""
+        """Verify one block's checksums, once. Raises DamagedBlock."""
         if self._checked[block]:
             return
         for row, (member, part) in enumerate(_block_parts(self.arrays, self.layout, block)):
             sound = _crc(part) == self._crc[row, block]
-            if (group := member.removesuffix("_offset")) != member:  # is not trusted, whatever its checksum
+            if (group := member.removesuffix("_offset")) != member:  # offsets are not trusted, whatever their checksum
                 inside = part[0] >= 0 and part[-1] <= self.meta["sizes"][group]
                 sound = sound and inside and bool((np.diff(part) >= 0).all())
             if not sound:
@@ -400,7 +399,7 @@ class Shard:
         self._checked[block] = True
 
     def gather(self, indices: np.ndarray) -> Batch:
-        """Copies of the rows `indices` (B,), in that order; O(B). Raises DamagedBlock, IndexError."""
+        """Copies of rows `indices` (B,), in that order; O(B). Raises DamagedBlock, IndexError."""
         indices = np.asarray(indices, np.int64)
         for block in np.unique(indices // BLOCK):
             if 0 <= block < self.blocks:  # an index outside is reported by select

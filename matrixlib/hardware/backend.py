@@ -1,7 +1,8 @@
-"""What a device can do: memory, events, random state, synchronising, pinning. The only module that knows the kinds.
+"""What a device can do: memory, events, random state, synchronisation, pinning. The only module that distinguishes
+kinds.
 
-A new accelerator whose torch module has the names of `torch.cuda` (as `torch.xpu` does) needs nothing here but its
-place in `DISCRETE`; what it lacks is written down in the function that misses it. torch is imported inside functions.
+An accelerator whose torch module is like `torch.cuda` (as `torch.xpu`) only needs an entry in `DISCRETE`; what it lacks
+is noted in the function concerned. torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DISCRETE = ("cuda",)
-"""Kinds with a memory of their own: host tensors are pinned for them, and events measure them."""
+"""Kinds with their own memory: host tensors are pinned, and events time them."""
 FUSED = ("cpu", "cuda", "mps")
 """Kinds with a fused AdamW kernel in torch 2.11 and later."""
 
@@ -28,7 +29,7 @@ def _module(device: torch.device) -> Any:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until `device` has done all that it was sent: else a clock sees launches alone."""
+    """Wait for all work on `device`; without it a clock times launches."""
     import torch
 
     if torch.device(device).type != "cpu":
@@ -36,21 +37,21 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def device_count() -> int:
-    """GPUs that this process sees; 0 without any."""
+    """Visible GPUs; 0 without any."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def set_device(index: int) -> None:
-    """Let this process compute on the GPU of this number unless it names another."""
+    """Default GPU of this process."""
     import torch
 
     torch.cuda.set_device(index)
 
 
 def communication() -> str:
-    """Backends of torch.distributed: gloo between hosts and, beside it, the GPUs' own (NCCL for CUDA)."""
+    """torch.distributed backends: gloo, and NCCL for CUDA."""
     import torch
     import torch.distributed as dist
 
@@ -60,11 +61,11 @@ def communication() -> str:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes in use on `device`; {} for the CPU. Waits for nothing.
+    """Bytes in use on `device`; {} for the CPU. Does not synchronise.
 
-    allocated: in tensors. driver: as the driver counts it, with caches, contexts and, on CUDA, other processes.
-    device_total: on MPS what Metal recommends as the most, which is less than the machine has. Discrete devices also
-    have reserved (tensors and the allocator's cache) and allocated_peak (since `reset_peak_memory`).
+    allocated: tensors. driver: by the driver, with caches, contexts and, on CUDA, other processes. device_total: on MPS
+    Metal's recommended maximum, less than the machine's memory. Discrete devices also have reserved (tensors plus
+    allocator cache) and allocated_peak (since `reset_peak_memory`).
     """
     if device.type == "cpu":
         return {}
@@ -86,27 +87,26 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak; nothing where the device counts none."""
+    """Reset the peak, if the device tracks one."""
     if device.type in DISCRETE:
         _module(device).reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give the allocator's unused blocks back to the driver. The CPU's allocator keeps none."""
+    """Return the allocator's unused blocks to the driver. The CPU has none."""
     if device.type != "cpu":
         _module(device).empty_cache()
 
 
 def limit_memory(device: torch.device, fraction: float) -> None:
-    """Let the allocator of an accelerator refuse more than `fraction` of the memory."""
+    """Limit an accelerator's allocator to `fraction` of the memory."""
     where = [device.index] if device.type in DISCRETE else []  # an index, or None: torch refuses a device without one
     _module(device).set_per_process_memory_fraction(fraction, *where)
 
 
 def utilisation(device: torch.device) -> dict[str, float]:
-    """`busy`: share of the last second or so in which the GPU computed, as its driver counts it; {} where nobody tells:
-    not on CUDA, without the package nvidia-ml-py, or on a part of a GPU (MIG).
-    """
+    """`busy`: share of the last second that the GPU computed, by its driver; {} if unknown: not CUDA, without
+    nvidia-ml-py, or on a MIG slice."""
     if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         return {}
     try:
@@ -116,14 +116,12 @@ def utilisation(device: torch.device) -> dict[str, float]:
 
 
 def timing_event(device: torch.device) -> Any:
-    """An event whose `record`, `query` and `elapsed_time` (milliseconds) measure work on `device`; None where the
-    host's clock has to do.
-    """
+    """An event with `record`, `query` and `elapsed_time` (ms) on `device`; None where the host clock is used."""
     return _module(device).Event(enable_timing=True) if device.type in DISCRETE else None
 
 
 def rng_state(device: torch.device) -> Tensor | None:
-    """State (uint8, on the CPU) of the device's own random stream; None for the CPU. Waits for nothing."""
+    """State (uint8, CPU) of the device's random stream; None for the CPU. Does not synchronise."""
     if device.type == "cpu":
         return None
     state: Tensor = _module(device).get_rng_state(*([device] if device.type in DISCRETE else []))
@@ -131,25 +129,24 @@ def rng_state(device: torch.device) -> Tensor | None:
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Inverse of `rng_state`; nothing for the CPU."""
+    """Inverse of `rng_state`; no-op for the CPU."""
     if device.type != "cpu":
         _module(device).set_rng_state(state, *([device] if device.type in DISCRETE else []))
 
 
 def replays_rng(device: torch.device) -> bool:
-    """Whether torch's activation checkpointing replays the device's random stream: not that of MPS, without a word
-    (pytorch issue 127676).
-    """
+    """Whether activation checkpointing restores the device's random stream: silently not on MPS (pytorch issue
+    127676)."""
     return device.type != "mps"
 
 
 def pins(device: torch.device | str) -> bool:
-    """Whether host tensors should lie in page-locked memory, so that their copies run beside the computation."""
+    """Whether host tensors should be pinned, for asynchronous copies."""
     return str(device).partition(":")[0] in DISCRETE
 
 
 def pin(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """(the tensors in page-locked memory, ""), or (as they are, why the system refuses)."""
+    """(pinned tensors, ""), or (the same tensors, why pinning failed)."""
     try:
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}, ""
     except RuntimeError as error:
@@ -157,7 +154,5 @@ def pin(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
 
 
 def copies_overlap(value: Tensor, device: torch.device) -> bool:
-    """Whether copying `value` to `device` runs beside the computation. Elsewhere a tensor that has not arrived could be
-    read.
-    """
+    """Whether copying `value` to `device` may be asynchronous. Elsewhere unfinished copies could be read."""
     return pins(device) and value.device.type == "cpu" and value.is_pinned()

@@ -1,4 +1,4 @@
-"""Functions that numba compiles for this processor, kept for the next process where there is a folder for them."""
+"""numba kernels, cached on disk where possible."""
 
 import warnings
 from collections.abc import Callable
@@ -10,9 +10,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def kernel(function: Function) -> Function:
-    """`function`, compiled at its first call; it lets other threads go on. numba keeps the code beside the module or in
-    the user's cache folder. Where neither can be written it would refuse: then each process compiles for itself.
-    """
+    """`function`, compiled on first call, without the GIL. numba caches code beside the module or in the user's cache
+    folder; if neither is writable, each process compiles for itself."""
     compiled: Any
     try:
         compiled = njit(cache=True, nogil=True)(function)

@@ -1,7 +1,7 @@
-"""What this machine is: facts for the policy in runtime.py, a description for people.
+"""This machine: facts for the policy in runtime.py, a description for people.
 
-Reading never guesses from model names, and reports what this process may use rather than what the host has.
-torch is imported inside functions.
+Facts are read, not guessed from model names, and describe what this process may use. torch is imported inside
+functions.
 """
 
 import os
@@ -25,7 +25,7 @@ CPU_TREE = Path("/sys/devices/system/cpu")
 CGROUP_TREE = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables by which somebody has decided how threads wait."""
+"""Variables by which a user sets how threads wait."""
 PACKAGES = (
     *("matrixlib", "torch", "triton", "numpy", "numba", "safetensors", "zstandard"),
     *("pydantic", "chess", "papermill", "matplotlib"),
@@ -34,17 +34,17 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a CUDA (or ROCm) device says of itself; memory in bytes."""
+    """A CUDA (or ROCm) device; memory in bytes."""
 
     name: str
     capability: tuple[int, int]
-    bf16: bool  # in hardware: Turing emulates it and would say yes
+    bf16: bool  # in hardware; Turing only emulates it
     memory: int
 
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor as the operating system describes it."""
+    """The processor, as reported by the operating system."""
 
     vendor: str = ""
     family: int = 0
@@ -54,12 +54,12 @@ class Processor:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """All that the policy needs to know of a machine, as plain values: a test can make up any machine."""
+    """Everything the policy needs to know, as plain values, so that tests can describe any machine."""
 
     platform: str = "linux"  # as sys.platform
     instructions: tuple[str, ...] = ()
     cores: int = 1  # physical cores that this process may use (affinity and cgroup quota)
-    ranks: int = 1  # processes that share this machine for one training, each with so many cores
+    ranks: int = 1  # processes of one training on this machine, each with `cores`
     thread_limit: int = 0  # OMP_NUM_THREADS; 0 = not set
     vcache: bool = False
     gpu: Gpu | None = None
@@ -71,15 +71,15 @@ class DeviceFacts:
 
     @property
     def threads(self) -> int:
-        """Intra-op threads to use: the cores, unless the person's OMP_NUM_THREADS is less."""
+        """Intra-op threads: the cores, or OMP_NUM_THREADS if less."""
         return min(self.cores, self.thread_limit or self.cores)
 
 
 def facts(ranks: int = 1) -> DeviceFacts:
-    """Read this machine; nothing is measured (`bf16_gain` is None).
+    """Read this machine; nothing is timed (`bf16_gain` is None).
 
-    ranks: processes that this one is to start, which share the cores as those of torchrun do. Raises ValueError where
-    the environment asks for a number of threads or ranks that is none.
+    ranks: processes that this one will start, which share the cores as under torchrun. ValueError for an invalid number
+    of threads or ranks in the environment.
     """
     import torch
 
@@ -101,18 +101,15 @@ def facts(ranks: int = 1) -> DeviceFacts:
 
 
 def set_waiting_policy() -> None:
-    """Let threads wait for each other in a short loop before they sleep, unless somebody has decided.
-
-    OpenMP's library reads it once, as torch is imported, so what comes before that calls it. By default it spins for
-    milliseconds, which a busy program beside it pays for; sleeping at once takes nearly twice the time of an update on
-    a quiet machine. Threads, and so all bits, stay.
-    """
+    """Let OpenMP threads spin briefly before sleeping, unless the user chose otherwise. Read once when torch is
+    imported, so call it before. The default spins for milliseconds, which slows other programs; sleeping at once nearly
+    doubles the time of an update on a quiet machine. Results are unchanged."""
     if not os.environ.keys() & set(WAITING):
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def _requested(name: str) -> int:
-    """A number of the environment; 0 where it is not set."""
+    """A number from the environment; 0 if unset."""
     text = os.environ.get(name, "").strip()
     if text and not (text.isdecimal() and int(text)):
         raise ValueError(f"{name} is '{text}'; set it to one whole number above 0, such as {name}=2, or unset it")
@@ -127,7 +124,7 @@ def _gpu() -> tuple[Gpu | None, str]:
     if not torch.cuda.is_available():
         return None, "no CUDA device was found (driver, or CUDA_VISIBLE_DEVICES?)"
     try:
-        torch.ones(2, device="cuda").sum().item()  # a build can lack the kernels of an old or a very new GPU
+        torch.ones(2, device="cuda").sum().item()  # a build may lack kernels for this GPU
     except RuntimeError as error:
         return None, f"the CUDA device does not work: {str(error).splitlines()[0]}"
     about = torch.cuda.get_device_properties(0)
@@ -136,7 +133,7 @@ def _gpu() -> tuple[Gpu | None, str]:
 
 
 def processor(cpuinfo: str | None = None) -> Processor:
-    """Describe the processor; `cpuinfo` is the text of /proc/cpuinfo (read where None)."""
+    """Describe the processor from the text of /proc/cpuinfo (read if None)."""
     if cpuinfo is None and sys.platform == "darwin":
         words = ["sysctl", "-n", "machdep.cpu.brand_string", "hw.optional.arm.FEAT_BF16"]
         shown = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split("\n")
@@ -155,13 +152,13 @@ def processor(cpuinfo: str | None = None) -> Processor:
 
 
 def usable_processors() -> list[int]:
-    """Logical processors that this process may run on."""
+    """Logical processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     return sorted(affinity(0))
 
 
 def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, processors: Iterable[int] | None = None) -> int:
-    """Physical cores that this process may use: affinity without hyper-threads, and the cgroup's quota."""
+    """Physical cores that this process may use, by affinity and cgroup quota."""
     logical = usable_processors() if processors is None else processors
     count = len({_read(tree / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in logical})
     limit = quota(cgroups)
@@ -169,7 +166,7 @@ def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, processors: Iterab
 
 
 def quota(cgroups: Path = CGROUP_TREE, membership: Path = CGROUP_MEMBERSHIP) -> float:
-    """Processors that the cgroup (version 1 or 2, or one above it) grants; 0.0 = no limit."""
+    """CPU quota of the cgroup (v1 or v2, and its ancestors); 0.0 = none."""
     quotas = []
     for folder in _groups(cgroups, membership, "cpu"):
         most, _, period = _read(folder / "cpu.max").partition(" ")
@@ -192,7 +189,7 @@ def memory(cgroups: Path = CGROUP_TREE, membership: Path = CGROUP_MEMBERSHIP) ->
 
 
 def _groups(cgroups: Path, membership: Path, controller: str) -> list[Path]:
-    """Folders of this process's cgroups and of all above them; in a container the path is often not there."""
+    """Folders of this process's cgroups and their ancestors; may be missing in containers."""
     folders: list[Path] = []
     for line in [*_read(membership).splitlines(), "0::/", f"1:{controller}:/"]:
         _, names, path = line.split(":", 2)
@@ -204,22 +201,22 @@ def _groups(cgroups: Path, membership: Path, controller: str) -> list[Path]:
 
 
 def l3_caches(tree: Path = CPU_TREE, processors: Iterable[int] | None = None) -> list[tuple[int, int]]:
-    """(bytes, logical processors sharing it) of each L3 instance below the usable processors, largest first.
+    """(bytes, logical processors sharing it) of each L3 of the usable processors, largest first.
 
-    lscpu prints the SUM over all instances, which makes any EPYC look as if it had V-Cache.
+    lscpu prints the SUM over instances, which makes any EPYC look like V-Cache.
     """
     caches: dict[str, tuple[int, int]] = {}
     for number in usable_processors() if processors is None else processors:
         for folder in (tree / f"cpu{number}/cache").glob("index*"):
             size, shared = _read(folder / "size"), _read(folder / "shared_cpu_list")
             if _read(folder / "level") == "3" and size.endswith("K"):
-                ranges = [part.split("-") for part in shared.split(",")]  # such as 0-2,8
+                ranges = [part.split("-") for part in shared.split(",")]  # 0-2,8, say
                 caches[shared] = int(size[:-1]) * 1024, sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
     return sorted(caches.values(), reverse=True)
 
 
 def vcache(vendor: str, caches: list[tuple[int, int]]) -> bool:
-    """Whether an AMD die with stacked cache is among the L3 instances."""
+    """Whether an AMD die with V-Cache is among the L3 instances."""
     low, high = VCACHE_BYTES
     return vendor == "AuthenticAMD" and any(low < size < high and n <= VCACHE_SHARERS for size, n in caches)
 
@@ -229,9 +226,8 @@ def _read(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that can change a result: Python, packages, and of CUDA or ROCm what this build has and the
-    driver says. What is not there is left out.
-    """
+    """Versions of everything that can change results: Python, packages, CUDA or ROCm build and driver. Missing ones are
+    left out."""
     import torch
     from torch.utils import collect_env
 
@@ -242,7 +238,7 @@ def versions() -> dict[str, str]:
     cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
     out |= {
-        "torch": torch.__version__,  # with the name of the build, which the package's metadata may lack
+        "torch": torch.__version__,  # with the build's name
         "cuda": cuda,
         "hip": torch.version.hip,
         "cudnn": str(cudnn or ""),

@@ -1,7 +1,7 @@
-"""The device and precision policy: every choice that depends on the machine is made here, with its reason.
+"""Device and precision policy: every machine-dependent choice, with its reason.
 
-`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine; what a device
-can do, backend.py knows. torch is imported inside functions: the module is light.
+`policy` decides from plain numbers (read by machine.py), `resolve` does so for a run on this machine; backend.py knows
+what a device can do. torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ AMPERE = (8, 0)  # compute capability
 MICRO_BATCH = {"cpu": 256, "mps": 256, "cuda": 1024}
 SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
 LINEAR_ROWS = 32_768
-"""Rows of a linear layer's input on mps at most. Above, after a pass of another size, gradients come out a thousand
-times too large with the right loss: https://github.com/pytorch/pytorch/issues/177116."""
+"""Most rows of a linear layer's input on MPS. Above, after a pass of another size, gradients are a thousand times too
+large while the loss is right: https://github.com/pytorch/pytorch/issues/177116."""
 LOADER = (4, 4)  # workers and prefetch ahead of a GPU
 LOADER_VCACHE = (8, 6)  # the V-Cache rule: a large L3 helps the loader, not the update
 SERVING_SIZES: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)  # rows of a batch without training
-MEASURED = "on two cores of an EPYC"  # where the figures in reasons are from that no measurement at the start gives
+MEASURED = "on two cores of an EPYC"  # source of figures in reasons that are not measured at start
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
-REQUESTED = "asked for"  # the reason of what `auto` did not decide
+REQUESTED = "asked for"  # reason of a user's choice
 NO_MPS = "no Apple GPU was found"
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """All choices for one run; stored with it and reused on resume: the result's bits depend on them."""
+    """All choices of one run; stored with it and reused on resume, as results depend on them bit by bit."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of what is stored
+    __pydantic_config__ = ConfigDict(extra="forbid")  # stored data
 
     device: str  # cpu, cuda or mps
     dtype: Literal["fp32", "bf16", "fp16"]  # of autocast (fp32: off); parameters and optimiser state are always fp32
@@ -58,8 +58,8 @@ class Runtime:
     prefetch: Count
     micro_batch: Count
     reasons: Mapping[str, str] = field(default_factory=dict)  # choice -> why
-    requested: tuple[str, ...] = ()  # choices of the user's own: nothing else may quietly stand in for them
-    ranks: Count = 1  # processes that shared the machine when threads and workers were chosen
+    requested: tuple[str, ...] = ()  # the user's choices, never replaced silently
+    ranks: Count = 1  # processes on the machine when threads and workers were chosen
 
     @property
     def torch_device(self) -> torch.device:
@@ -69,7 +69,7 @@ class Runtime:
         return torch.device(self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of every forward pass, in training and in evaluation alike."""
+        """Context of every forward pass, in training and evaluation."""
         import torch
 
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
@@ -79,25 +79,25 @@ class Runtime:
         """A new loss scaler (one a run; its state is saved) for fp16 on CUDA, else None."""
         import torch
 
-        # torch builds an enabled GradScaler("mps") or ("cpu") without a word
+        # torch silently accepts an enabled GradScaler("mps") or ("cpu")
         assert not self.scaler or self.device == "cuda"
         return torch.amp.GradScaler("cuda") if self.scaler else None
 
     def apply(self) -> None:
         """Set torch's threads and TF32; the only place that does.
 
-        TF32 is set through torch's older interface alone: after a mix with `fp32_precision`, later reads
-        (torch.compile's among them) raise RuntimeError.
+        TF32 uses torch's older interface only: after mixing with `fp32_precision`, reads (also by torch.compile) raise
+        RuntimeError.
         """
         import torch
 
         torch.set_num_threads(self.threads)
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where the precision is fp32
+            torch.backends.cudnn.allow_tf32 = self.tf32  # torch's default is True, even in fp32
 
     def with_choice(self, name: str, value: Any, why: str) -> Runtime:
-        """The same with another value of one choice, which is not the user's then, and `why` as its reason."""
+        """A copy with another value of one choice, no longer the user's, and its reason."""
         others = tuple(other for other in self.requested if other != name)
         return replace(self, **{name: value}, reasons={**self.reasons, name: why}, requested=others)
 
@@ -111,7 +111,7 @@ class Runtime:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
-        """Inverse of to_dict. Raises ValueError on a missing or unknown key, and a value that is none of it."""
+        """Inverse of to_dict. ValueError for missing or unknown keys and invalid values."""
         try:
             return TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
@@ -124,8 +124,8 @@ class Runtime:
 class Serving:
     """How a trained network is evaluated.
 
-    sizes: rows of a batch, ascending; more are cut at the last. fill: batches are filled up to the next of them.
-    compile: torch.compile for policy and value.
+    sizes: batch sizes, ascending; larger batches are split. fill: pad batches to the next size. compile: torch.compile
+    for policy and value.
     """
 
     sizes: tuple[int, ...]
@@ -134,21 +134,20 @@ class Serving:
 
 
 def serving(device: str, compile: bool | str = "auto") -> Serving:
-    """How a network is evaluated on a device. `auto` compiles nowhere: 0.9 to 1.0 times as fast on two cores of an
-    EPYC, after seconds for each size, and not measured on a GPU.
-    """
-    # the memory of larger batches comes anew from the system each time: 1.4 times slower on two cores of an EPYC
+    """How a network is evaluated on a device. `auto` never compiles: 0.9 to 1.0 times as fast on two cores of an EPYC,
+    after seconds for each size; not measured on a GPU."""
+    # larger batches reallocate on every call: 1.4 times slower on two cores of an EPYC
     sizes = tuple(size for size in SERVING_SIZES if device != "cpu" or size <= 256)
     compiled = compile is True
-    return Serving(sizes, fill=device != "cpu" or compiled, compile=compiled)  # where each new size costs time
+    return Serving(sizes, fill=device != "cpu" or compiled, compile=compiled)  # new sizes cost time
 
 
 def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks: int = 1) -> Runtime:
-    """Decide for this machine. $MATRIXLIB_DEVICE stands in for `device: auto` and for nothing else. ranks: processes
-    that this one is to start, which share the machine.
+    """Decide for this machine. $MATRIXLIB_DEVICE replaces `device: auto` only. ranks: processes that this one will
+    start on this machine.
 
-    On CPUs and on mps that have bf16 this measures for a third of a second where precision is `auto`.
-    Raises ValueError where the device or the dtype that `runtime` names cannot work here.
+    Times bf16 for a third of a second on CPUs and MPS that support it if precision is `auto`. ValueError if a device or
+    dtype that `runtime` names cannot work here.
     """
     forced = os.environ.get("MATRIXLIB_DEVICE", "") if runtime.device == "auto" else ""
     if forced and forced not in ("auto", *MICRO_BATCH):
@@ -159,7 +158,7 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks:
     if runtime.precision == "auto" and device != "cuda" and native_bf16(facts, device):
         try:
             facts = replace(facts, bf16_gain=speed.bf16_gain(device))
-        except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
+        except (RuntimeError, TypeError) as error:  # TypeError: a dtype that MPS lacks
             facts = replace(facts, bf16_problem=str(error).split("\n")[0])
     resolved = policy(facts, runtime, train, data)
     reasons = {**resolved.reasons, "device": f"{why} by MATRIXLIB_DEVICE"}
@@ -167,10 +166,10 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks:
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:
-    """The runtime that a run was started with, to resume it. Raises ValueError if its device is not here.
+    """The runtime of a run to resume. ValueError if its device is missing.
 
-    Where another number of processes shares the machine than before, threads and workers that the user has not named
-    are chosen anew. ranks: those that this process is to start.
+    If the number of processes on the machine changed, threads and workers that the user did not set are chosen again.
+    ranks: processes that this one will start.
     """
     runtime, facts = Runtime.from_dict(stored), facts or machine.facts(ranks)
     try:
@@ -186,9 +185,9 @@ def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: in
 
 
 def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
-    """Decide from numbers alone; pure. Every choice leaves a sentence in `reasons`.
+    """Decide from numbers alone; pure. Every choice has a sentence in `reasons`.
 
-    Raises ValueError where the device or the dtype that `runtime` names cannot work on such a machine.
+    ValueError if a device or dtype that `runtime` names cannot work on such a machine.
     """
     device, _ = found = select_device(facts, runtime.device)
     dtype, why = _dtype(facts, device, runtime.precision)
@@ -224,14 +223,14 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
 
 
 def words(value: Any) -> Any:
-    """A choice for people: yes or no for a switch, and no for a mode that is off."""
+    """A choice as text: yes or no for switches, no for a mode that is off."""
     return ("yes" if value else "no") if isinstance(value, bool) or value == "" else value
 
 
 def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
-    """What `auto` stands for: threads, workers, prefetch and micro_batch -> (value, why).
+    """What `auto` means: threads, workers, prefetch, micro_batch -> (value, why).
 
-    The update itself (`batch_size`) is not among them: it changes what is learned, so no cache may set it.
+    Not `batch_size`: it changes what is learned.
     """
     threads = f"cores that this process may use: {facts.cores}"
     if facts.threads < facts.cores:
@@ -255,7 +254,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
 
 
 def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
-    """(device, why) of the option `device`. Raises ValueError where the device that it names is absent."""
+    """(device, why) for the option `device`. ValueError if that device is missing."""
     there = {"cuda": facts.gpu is not None, "mps": facts.mps, "cpu": True}
     here = [name for name, present in there.items() if present]
     about = {"mps": "Apple GPU", "cpu": f"{facts.gpu_problem}; {NO_MPS}"}
@@ -267,7 +266,7 @@ def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
         return option, REQUESTED
     if option not in there:
         raise ValueError(f"device '{option}' is none; use auto, {', '.join(there)}")
-    problem = f"{facts.gpu_problem} (for a CUDA build of torch see TORCH_INDEX in the README)"
+    problem = f"{facts.gpu_problem} (for a CUDA build of torch see TORCH_INDEX in guides/hardware.md)"
     raise ValueError(
         f"device '{option}' was asked for, but {problem if option == 'cuda' else NO_MPS}; "
         f"use 'auto' or one that works here: {', '.join(here)}"
@@ -275,14 +274,14 @@ def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
 
 
 def native_bf16(facts: DeviceFacts, device: str) -> bool:
-    """Whether the hardware multiplies bf16 on `device` instead of emulating it."""
+    """Whether `device` multiplies bf16 in hardware, not by emulation."""
     if device == "cpu":
         return any(name in facts.instructions for name in BF16_INSTRUCTIONS)
     return facts.macos >= (14, 0) if device == "mps" else facts.gpu is not None and facts.gpu.bf16
 
 
 def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
-    """(autocast dtype, why); ValueError where the one of the option cannot be trusted."""
+    """(autocast dtype, why); ValueError if the requested one cannot be trusted."""
     native = native_bf16(facts, device)
     if option == "fp16" and device != "cuda":
         raise ValueError(
@@ -320,7 +319,7 @@ def _channels_last(device: str, option: bool | str) -> tuple[bool, str]:
 
 
 def compile_mode(device: str, option: bool | str) -> tuple[str, str]:
-    """(mode of torch.compile, "" = none, why) of the option."""
+    """(mode of torch.compile, "" = none, why) for the option."""
     if option != "auto":
         mode = {True: "default", False: ""}[option] if isinstance(option, bool) else option
         return mode, f"{REQUESTED}; {SLOW_COMPILE}" if mode and device == "mps" else REQUESTED

@@ -1,4 +1,4 @@
-"""How fast this machine is: a quick comparison for the policy, rates of a whole device, calls timed in turns.
+"""Speed of this machine: bf16 against fp32 for the policy, peak rates of a device, alternating timings.
 
 torch is imported inside functions.
 """
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 SIDES = (1024, 2048, 4096, 8192)
 REPEAT = 10
-"""Products of a call on an accelerator, so that starting them does not count."""
+"""Products in a call on an accelerator, to hide launch time."""
 PIECE = {True: (512, 4), False: (2048, 256)}
-"""Side of the matrices and number of boards that are enough to compare by, on the CPU and elsewhere."""
+"""Matrix side and number of boards that suffice for comparisons, on the CPU and elsewhere."""
 WARM_CALLS, MIN_CALLS, MAX_CALLS = 10, 3, 200
 """Calls of each function in `turns`: those that do not count at most, and those that do."""
 Kinds = Mapping[str, tuple[float, Callable[[], object]]]
@@ -28,7 +28,7 @@ Kinds = Mapping[str, tuple[float, Callable[[], object]]]
 
 
 def seconds_of(work: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of one call, with all that it has `device` do."""
+    """Seconds of one call, including its work on `device`."""
     began = time.perf_counter()
     work()
     synchronize(device)
@@ -36,11 +36,10 @@ def seconds_of(work: Callable[[], object], device: str = "cpu") -> float:
 
 
 def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of a call by name, after calls of each that warm up: one, and up to `WARM_CALLS` in a tenth of the
-    time.
+    """Median seconds of a call by name, after warm-up (at least one call, at most `WARM_CALLS` in a tenth of the time).
 
-    The calls alternate for `seconds` in all, `MIN_CALLS` of each at least, so that a change in the machine's speed
-    meets all alike.
+    Calls alternate for `seconds` in total, at least `MIN_CALLS` each, so that changes in the machine's speed affect all
+    alike.
     """
     times: dict[str, list[float]] = {}
     for least, most, share in ((1, WARM_CALLS, 0.1), (MIN_CALLS, MAX_CALLS, 1.0)):
@@ -55,11 +54,10 @@ def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str
 
 
 def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
-    """How many times as fast as in fp32 (matrix product, 3x3 convolution over 8x8 boards forward and backward) are in
-    bf16, on one core of the CPU or a whole accelerator. Takes about `seconds`.
+    """Speed-up of bf16 over fp32 (matrix product, 3x3 convolution on 8x8 boards forward and backward), on one CPU core
+    or a whole accelerator. Takes about `seconds`.
 
-    Comes to the same end on a busy machine: short pieces take turns (on the CPU of a millisecond at most, on one
-    thread), and the best of each counts.
+    Robust on a busy machine: short alternating pieces (on the CPU at most 1 ms, one thread), and the best of each.
     """
     import torch
 
@@ -74,10 +72,10 @@ def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
 
 
 def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
-    """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: what a share of the peak is a share of.
+    """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: the peak of MFU.
 
-    The best of about `seconds`, two products at least, of the largest matrices of which a product takes a quarter of
-    that at most, by the rate of the small ones. fp32 is under torch's present TF32 setting.
+    Best of about `seconds` (at least two products) of the largest matrices whose product takes at most a quarter of it.
+    fp32 follows torch's TF32 setting.
     """
     import torch
 
@@ -91,7 +89,7 @@ def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> 
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads for torch's operations. (torch.utils.benchmark has the same, but imports setuptools.)"""
+    """Context with `count` torch threads. (torch.utils.benchmark has the same, but imports setuptools.)"""
     import torch
 
     before = torch.get_num_threads()
@@ -103,7 +101,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
-    """Name -> the best rate (work / 1e9 a second), calls in turns; `seconds` in all, but one turn at least."""
+    """Name -> best rate (work / 1e9 a second), alternating for `seconds`, at least one round."""
     for _, call in kinds.values():
         call()
     best = dict.fromkeys(kinds, 0.0)
@@ -116,9 +114,9 @@ def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
 
 
 def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a square matrix product that has ended when the call returns.
+    """(FLOP, call) of a square matrix product, synchronised.
 
-    Of random numbers: ones switch so few transistors that a GPU clocks an eighth higher than with data.
+    Random numbers: constant ones draw so little power that a GPU clocks an eighth higher.
     """
     import torch
 
@@ -127,7 +125,7 @@ def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[
 
 
 def _convolution(device: str, dtype: torch.dtype, boards: int) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a 3x3 convolution over so many boards with 96 channels, forward and backward."""
+    """(FLOP, call) of a 3x3 convolution on `boards` boards with 96 channels, forward and backward."""
     import torch
     from torch.nn import functional
 
@@ -148,7 +146,7 @@ def _repeated(device: str, flops: float, work: Callable[[], object]) -> tuple[fl
 
 
 def _noise(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Normal numbers, from a stream of their own: measuring leaves those of a run alone."""
+    """Normal numbers from a separate stream, not a run's."""
     import torch
 
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is measured before a run begins: whether device and dtype compute what the CPU does, how many updates fit."""
+"""Measured when a run starts: whether device and dtype agree with the CPU, and how many updates fit."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ WARMUP_UPDATES, MIN_UPDATES, MAX_UPDATES, FIT_SECONDS = 4, 5, 100, 5.0
 MIN_STEPS = 20
 """Updates of a run, where they are slow."""
 OVERHEAD = 1.1
-"""A run's update in timed ones: moving average, metrics, validation, checkpoints."""
+"""Time of an update in a run / timed alone: averages, metrics, validation, checkpoints."""
 
 
 def settle(data: RunData, requested: Config) -> RunData:
-    """The data of a run that begins, with a runtime whose updates are right; what was tried stands in its reasons.
-    Nothing is tried in fp32 on the CPU.
+    """Data of a new run with a runtime whose updates were checked; trials are recorded in its reasons. Nothing is tried
+    in fp32 on the CPU.
 
-    Raises RunError where the user named a device or a dtype whose updates are not what the CPU computes.
+    RunError if a device or dtype that the user named computes wrong updates.
     """
     if requested.runtime.shard and data.ranks.size > 1:
-        return data  # one device may have no room for what would be tried
+        return data  # a single device may lack the memory for trials
     runtime, linear_rows, messages = agreeing(data.runtime, data.task, lambda: data.batch(0), data.config, requested)
     if runtime.device == "cuda" and requested.train.micro_batch == "auto":
         size = data.config.train.batch_size
@@ -52,11 +52,11 @@ def settle(data: RunData, requested: Config) -> RunData:
 def agreeing(
     runtime: runtimes.Runtime, task: Task, batch: Callable[[], Batch], config: Config, requested: Config
 ) -> tuple[runtimes.Runtime, int, list[str]]:
-    """(runtime in which an update of some rows of a batch is what the CPU computes, rows of its largest linear layer's
-    input for each row, 0 where nothing was tried, messages).
+    """(runtime whose update matches the CPU's, rows of its largest linear layer's input per row (0 if not tried),
+    messages).
 
-    Where it is not, fp32 stands in for another dtype, and the CPU for another device, unless the user named them, which
-    raises RunError. requested: the configuration as the user has it.
+    Otherwise fp32 replaces another dtype, and the CPU another device, unless the user named them: RunError. requested:
+    the configuration as given.
     """
     messages: list[str] = []
     while runtime.device != "cpu" or runtime.dtype != "fp32":
@@ -84,15 +84,15 @@ def agreeing(
 
 
 def fit_steps(data: RunData) -> int:
-    """Updates that fit in `train.minutes`, by timing a few: once, as a run begins."""
+    """Updates that fit in `train.minutes`, by timing a few, once, when a run starts."""
     from matrixlib.engine.step import throwaway
 
     seconds: list[float] = []
     with throwaway(data.task, data.runtime, data.config) as step:
         began = time.monotonic()
-        for i in range(WARMUP_UPDATES + MAX_UPDATES):  # in the first kernels are compiled and memory is claimed
+        for i in range(WARMUP_UPDATES + MAX_UPDATES):  # the first compile kernels and allocate
             started, batch = time.monotonic(), data.batch(i)
-            making = 0.0 if data.runtime.workers else time.monotonic() - started  # workers make batches meanwhile
+            making = 0.0 if data.runtime.workers else time.monotonic() - started  # workers run in parallel
             seconds.append(making + speed.seconds_of(partial(step, batch), data.runtime.device))
             if i == WARMUP_UPDATES - 1:
                 seconds, began = [], time.monotonic()
@@ -102,8 +102,8 @@ def fit_steps(data: RunData) -> int:
 
 
 def measure_peak(folder: Path, runtime: runtimes.Runtime, flops: float | None) -> float | None:
-    """Rows a second that would take the device's whole matrix rate, measured as the run in `folder` begins; kept in
-    run.json, also for when it is resumed. flops: of a row; None without them."""
+    """Rows/s at the device's full matrix rate, measured when a run starts and kept in run.json. flops: of a row; None
+    without."""
     if not flops:
         return None
     record = read_json(folder / "run.json")

@@ -1,6 +1,6 @@
-"""Runs, their networks and held-out rows to look through: menus in JupyterLab, one picture everywhere else.
+"""Browsing runs, networks and held-out rows: menus in JupyterLab, one picture elsewhere.
 
-What is shown is a function of browse.ipynb; headless it is called once with the notebook's parameters.
+What is shown is a function in browse.ipynb; headless it is called once with the notebook's parameters.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ NETWORKS = 4  # kept in memory
 
 
 def known_runs() -> list[str]:
-    """Names of the runs that have metrics, the one that began last first."""
+    """Names of runs with metrics, newest first."""
     return [run.name for run in whole_runs() if (run.path / "metrics.jsonl").exists()]
 
 
 def runs_like(run: str, names: Sequence[str], device: str = "auto") -> list[str]:
-    """Those of the same task that have a checkpoint, and `run` itself where it is a file, opened on `device`."""
+    """Runs of the same task that have a checkpoint; also `run` itself if it is a file, opened on `device`."""
     task = task_of(run, device)
     return [run] * is_file(run) + [name for name in names if task_of(name, device) == task and checkpoints(name)]
 
 
 def is_file(run: str) -> bool:
-    """Whether this is the path of a network's file in place of the name of a run."""
+    """Whether `run` is the path of a network file, not a run's name."""
     return bool(run) and os.path.isfile(run)
 
 
 def checkpoints(run: str) -> list[str]:
-    """What `matrixlib.load` takes for a run, newest checkpoint first; empty where there is none yet."""
+    """Checkpoint names for `matrixlib.load`, newest first; empty if there are none."""
     if is_file(run):
         return ["best"]
     folders = [path.name for kind in ("best", "step") for path in _folder(run).glob(f"checkpoints/{kind}_*[0-9]")]
@@ -50,12 +50,12 @@ def checkpoints(run: str) -> list[str]:
 
 
 def task_of(run: str, device: str = "auto") -> str:
-    """Name of its task, or somebody's own import path."""
+    """Name of the run's task, or a custom import path."""
     return str(_config(run, device).task) if is_file(run) else read_run(_folder(run)).task
 
 
 def rows(run: str) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; ValueError where there is none yet."""
+    """Rows of metrics.jsonl; ValueError if there are none."""
     found = metrics.read(_folder(run) / "metrics.jsonl")
     if not found:
         raise ValueError(f"run '{run}' has made no update yet")
@@ -63,7 +63,7 @@ def rows(run: str) -> list[dict[str, Any]]:
 
 
 def network(run: str, checkpoint: str, device: str) -> Network:
-    """As it is now: while a run goes on, `newest` and `best` become other checkpoints."""
+    """The network as it is now: `newest` and `best` of a live run change."""
     there = [str(_folder(run).stat().st_mtime_ns)] if is_file(run) else checkpoints(run)
     return _loaded(run, checkpoint, device, tuple(there))
 
@@ -75,10 +75,10 @@ def _loaded(run: str, checkpoint: str, device: str, there: tuple[str, ...]) -> N
 
 @lru_cache(NETWORKS)
 def viewer(run: str, file: str, count: int, device: str) -> Any:
-    """`count` held-out rows of the run's data set, or what is in `file` unless it is empty; None where its task has
-    nothing to show."""
+    """`count` held-out rows of the run's data set, or the contents of `file` unless empty; None if the task has no
+    viewer."""
     task = task_of(run, device)
-    if ":" in task:  # somebody's own code, which nobody has named here
+    if ":" in task:  # custom code, not imported here
         return None
     return get_task(task).viewer(lambda: runs.held_out_data(_config(run, device)), count, file)
 
@@ -86,8 +86,8 @@ def viewer(run: str, file: str, count: int, device: str) -> Any:
 def below_menus(
     draw: Callable[..., Any], menus: Mapping[str, Sequence[str]], first: Mapping[str, Any], positions: int = 0
 ) -> Any:
-    """draw(**first); in JupyterLab below a menu for each name, and a number with buttons for `positions`, which draw
-    again in place. A menu of checkpoints holds those of the menu of runs."""
+    """draw(**first); in JupyterLab below a menu for each name, and a spinner for `positions`, which redraw in place.
+    The checkpoint menu follows the run menu."""
     if not progress.interactive():
         return draw(**first)
     import ipywidgets as widgets
@@ -108,17 +108,17 @@ def below_menus(
         run.observe(fill, "value")
     if positions:
         position = widgets.BoundedIntText(first["position"], 0, positions - 1, description="position")
-        controls["position"] = position  # with buttons for the next and the previous one
+        controls["position"] = position  # a spinner
     shown: list[Any] = []
 
     def show(**values: Any) -> None:
         try:
             drawn = draw(**values)
-        except ValueError as error:  # nobody would see it elsewhere
+        except ValueError as error:  # widgets swallow exceptions
             shown.clear()
             print(error)
         else:
-            if drawn not in shown:  # the board changes in place
+            if drawn not in shown:  # boards are updated in place
                 display(drawn)
             shown[:] = [drawn]
 
@@ -126,8 +126,8 @@ def below_menus(
 
 
 def side_by_side(viewer: Any, networks: Mapping[str, Network], position: int, shown: Any = None) -> Any:
-    """One position of a viewer as each network (by name) sees it. shown: what this gave before; in JupyterLab its
-    boards are changed in place."""
+    """One position of a viewer as each network (by name) sees it. shown: the previous return value, whose boards are
+    updated in place in JupyterLab."""
     if not progress.interactive():
         from IPython.display import HTML
 

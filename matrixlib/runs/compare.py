@@ -1,7 +1,6 @@
-"""Train several configurations (arms) with the same seeds, and put what came of them into DataFrames.
+"""Train several configurations (arms) with equal seeds; results as DataFrames.
 
-Runs of one seed are a pair: what a seed does to both drops out of their difference. One pair is an anecdote; from two
-on there is an interval.
+Runs with equal seeds are pairs: the seed's effect cancels in their difference. Two pairs or more give an interval.
 
     arms = {"A": ("demo", {}), "B": ("demo", {"optim": {"learning_rate": 0.001}})}
     results = compare.results(compare.train_arms(arms, seeds=3))       # a row a run, numbers
@@ -37,10 +36,10 @@ LOSS = "validation loss"
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run as its folder tells it.
+    """A run as stored in its folder.
 
-    record: run.json. options: dotted key -> value of the configuration, `auto` resolved. rows: of metrics.jsonl.
-    summary: {} where the run did not end well.
+    record: run.json. options: dotted key -> value, `auto` resolved. rows: of metrics.jsonl. summary: {} unless it ended
+    well.
     """
 
     folder: Path
@@ -55,12 +54,12 @@ class RunResult:
 
     @property
     def complete(self) -> bool:
-        """Whether it reached its last update, or its validation stopped it early."""
+        """Whether it reached its last update, or stopped early by validation."""
         return bool(self.summary.get("complete"))
 
     def figures(self) -> dict[str, float]:
-        """Losses of the last full validation (nats; nan where the run did not end), held-out figures, and speeds of the
-        median update, which leaves out validations and checkpoints."""
+        """Losses of the last full validation (nats; NaN if incomplete), held-out figures, and speeds of the median
+        update (without validation and checkpoints)."""
         full = [row["validation"] for row in self.rows if row.get("validation", {}).get("kind") == "full"]
         values = {LOSS: math.nan}
         if full and self.complete:
@@ -81,15 +80,14 @@ def train_arms(
     log: Callable[[str], None] = print,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Path]]:
-    """Train every arm (preset, overrides) with the seeds `seed`, `seed` + 1 ...; its run folders in their order.
+    """Train every arm (preset, overrides) with seeds `seed`, `seed` + 1 ...; returns run folders in order.
 
-    overrides: of all arms, under those of each. steps: updates, 0 as the presets say. log: is told of each run that
-    ended. run: start of the runs' names, `<run>-a0`, `<run>-b0` ... by arm and seed; a comparison that was interrupted
-    goes on under it; empty means `compare-<UTC time>`.
+    overrides: for all arms, below their own. steps: updates, 0 = as the presets say. log: called for each finished run.
+    run: prefix of run names, `<run>-a0`, `<run>-b0` ... by arm and seed, under which an interrupted comparison resumes;
+    default `compare-<UTC time>`.
 
-    The order is A B, B A, A B ..., so that a machine that slows down favours no side. A run that is halted for
-    instability stays as it is: that is a result. Raises what `run.open_run` raises, for a misspelt option of the last
-    arm before the first is trained.
+    The order is A B, B A, A B ..., so that a machine that slows down favours no arm. A run halted for instability is a
+    result. Raises like `run.open_run`, for all arms before training any.
     """
     from matrixlib.runs.live import LivePlot
 
@@ -109,7 +107,7 @@ def train_arms(
             ended = "already complete" if current.complete else f"{current.steps} updates"
             panel = LivePlot(current.steps, title=name) if progress.interactive() else nullcontext()
             with closing(current), panel, warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"update \d+: ")  # they are in the metrics
+                warnings.filterwarnings("ignore", r"update \d+: ")  # already in the metrics
                 try:
                     for stats in current.train():
                         if isinstance(panel, LivePlot):
@@ -118,12 +116,12 @@ def train_arms(
                     ended = f"halted: {error}"
             log(f"{arm} seed {seed + number}: run {name}, {ended}")
             del current
-            gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
+            gc.collect()  # run and trainer are a reference cycle; free device memory
     return folders
 
 
 def read_result(folder: Path) -> RunResult:
-    """A run as its folder tells it; ValueError where it is none."""
+    """A run as stored in its folder; ValueError if it is none."""
     record, path = files.read_json(folder / "run.json"), folder / "metrics.jsonl"
     rows = metrics.read(path) if path.exists() else []
     if not (record and rows):
@@ -138,30 +136,30 @@ def dotted(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def results(arms: Mapping[str, Sequence[Path]]) -> DataFrame:
-    """The figures of all runs: a row for each (arm, seed), a column for each figure, nan where a run has it not."""
+    """Figures of all runs: a row for each (arm, seed), a column for each figure, NaN where missing."""
     read = [(arm, read_result(folder)) for arm, folders in arms.items() for folder in folders]
     index = pandas.MultiIndex.from_tuples([(arm, run.seed) for arm, run in read], names=["arm", "seed"])
     return DataFrame([run.figures() for _, run in read], index=index)
 
 
 def interval(a: Any, b: Any) -> tuple[Any, Any]:
-    """95 % interval of the mean of b - a by pairs (Student's t, Gosset 1908): of sequences (N,) numbers, of frames of N
-    rows an array of each column; nan below two pairs, and where all differences are equal or one is not finite."""
+    """95 % interval of the mean paired difference b - a (Student's t, Gosset 1908): of sequences (N,) two numbers, of
+    frames with N rows arrays by column; NaN below two pairs, if all differences are equal, or any is not finite."""
     from scipy.stats import ttest_rel
 
     if len(a) < 2:
         return math.nan, math.nan
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of differences that are all alike
+        warnings.simplefilter("ignore", RuntimeWarning)  # zero variance
         low, high = ttest_rel(b, a).confidence_interval(0.95)
     return low, high
 
 
 def differences(values: DataFrame, base: str) -> DataFrame:
-    """Arms beside `base`: a row for each figure. values: as `results` gives them, rows (arm, seed), columns figures.
+    """Arms against `base`: a row for each figure. values: from `results`, rows (arm, seed), columns figures.
 
-    Columns: mean and standard deviation (over the seeds, nan of one) of every arm, and of every arm but `base` its
-    difference to it with the ends of its 95 % interval, by pairs of one seed; nan where the seeds are others.
+    Columns: mean and standard deviation over seeds (NaN for one) of every arm; for every arm but `base` its difference
+    with 95 % interval over pairs of equal seeds, NaN if seeds differ.
     """
     own = {str(arm): rows.droplevel(0) for arm, rows in values.groupby(level=0, sort=False)}
     parts = {

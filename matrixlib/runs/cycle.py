@@ -1,8 +1,8 @@
-"""The cycle: self-play, training on the games, a match against the best network, promotion.
+"""Self-play cycle: self-play, training, a match against the best network, promotion.
 
-Every stage is a pure function of the configuration and of what the stages before it left on the disk, and it leaves
-its result in files of `reports/<cycle>/` that appear whole or not at all: `shards`, `matches`, `generation_*.json`. So
-a cycle that was killed goes on where it was. The trainings are runs of their own, `reports/<cycle>-001` ...
+Every stage is a pure function of the configuration and of earlier stages' files, and writes its results atomically in
+`reports/<cycle>/` (`shards`, `matches`, `generation_*.json`), so that a killed cycle resumes. Trainings are runs of
+their own, `reports/<cycle>-001` ...
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_config
 from matrixlib.tasks import get_task
 
-FREE = ("generations", "workers", "fleet")  # options that change no game and no weight
+FREE = ("generations", "workers", "fleet")  # options without effect on games and weights
 
 
 def open_cycle(
     preset: str = "demo", device: str = "auto", cycle: str = "", overrides: Mapping[str, Any] | None = None
 ) -> Cycle:
-    """Open a cycle: go on with the named one, or begin it; an empty name is `cycle-<preset>`.
+    """Open a cycle: resume the named one, or start it; the default name is `cycle-<preset>`.
 
-    preset: name in params/cycle/ or path of a YAML file. overrides: nested mapping, checked by the schema.
-    Raises ConfigError, and CycleError where the cycle was begun with another configuration.
+    preset: name in params/cycle/ or path of a YAML file. overrides: nested mapping, validated. ConfigError; CycleError
+    if the cycle was started with another configuration.
     """
     config = load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
@@ -65,11 +65,11 @@ def open_cycle(
         raise CycleError(f"cycle name {name!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
-    needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer: say so now
+    needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
-    # One of several that begin it decides. It is a lock of its own, as a cycle that is trained may be looked at.
+    # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
         if not path.exists():
             write_text(path, configuration.to_yaml(config))
@@ -80,12 +80,12 @@ def open_cycle(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
         )
-    runtime.apply()  # all that its networks compute is stored, `perfection` too
+    runtime.apply()  # evaluations are stored, too
     return Cycle(folder, config, runtime)
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
-    """Resolved and tried when a cycle begins, then stored: all of its parts are to compute alike."""
+    """Resolved and self-tested when a cycle starts, then stored, so that all its stages compute alike."""
     path = folder / "runtime.json"
     if not path.exists():
         network, changes = config.network, {} if device == "auto" else {"device": device}
@@ -105,18 +105,18 @@ def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
 
 
 class Cycle:
-    """One cycle, made by `open_cycle`; `train` yields its generations."""
+    """One cycle, from `open_cycle`; `train` yields its generations."""
 
     def __init__(self, folder: Path, config: CycleConfig, runtime: Runtime) -> None:
         self.folder, self.config, self.runtime, self.name = folder, config, runtime, folder.name
         self.rules = games.rules(config)
-        self.network = lru_cache(2)(self._network)  # a match needs two
+        self.network = lru_cache(2)(self._network)  # a match has two
         self._lock = FileLock(folder / "lock")
 
     def train(self, generations: int = 0) -> Iterator[Generation]:
-        """Every generation up to the last (or to `generations`), yielded when it has been decided.
+        """Yield every generation up to the last (or `generations`) once decided.
 
-        Those that were decided before are yielded at once. CycleError while another process works on the cycle.
+        Earlier ones are yielded at once. CycleError while another process works on the cycle.
         """
         with self._held():
             for number in range(1, (generations or self.config.generations) + 1):
@@ -127,34 +127,34 @@ class Cycle:
                         generation = self._match(generation, "match", generation.by)
                         generation = self._decide(self._match(generation, "anchor", 0))
                 finally:
-                    self.runtime.apply()  # games that were played in this process had one thread
+                    self.runtime.apply()  # games in this process set one thread
                 yield generation
 
     def _held(self) -> AbstractContextManager[None]:
-        """With the cycle's lock; CycleError where another process has it."""
+        """Context with the cycle's lock; CycleError if another process holds it."""
         busy = CycleError(f"cycle '{self.name}' is being worked on by another process; wait for it")
         return files.exclusive(self._lock, busy)
 
     def history(self) -> list[Generation]:
-        """The generations that have been decided."""
+        """Decided generations."""
         return [generation for generation in read_generations(self.folder).values() if generation.decision]
 
     def decisions(self) -> list[Decision]:
-        """Which network was the best one from when on, and why, oldest first."""
+        """Every change of the best network and why, oldest first."""
         stages = [[g.decision, *g.rollbacks] for g in read_generations(self.folder).values()]
         return [decision for stage in stages for decision in stage if decision]
 
     @property
     def best(self) -> int:
-        """Generation of the best network now; 0 is the untrained one."""
+        """Generation of the best network; 0 is the untrained one."""
         decisions = self.decisions()
         return decisions[-1].best if decisions else 0
 
     def roll_back(self, generation: int, reason: str) -> None:
-        """Make the network of an earlier generation the best one again; twice in a row counts once.
+        """Make the network of an earlier generation the best one again; repeating it has no effect.
 
-        A generation that has begun keeps its opponent; the next training that begins starts from this network.
-        CycleError where the network has not been trained, or while another process works on the cycle.
+        A generation in progress keeps its opponent; the next training starts from this network. CycleError if it has
+        not been trained, or another process works on the cycle.
         """
         with self._held():
             numbers = [0, *(known.number for known in self.history())]
@@ -170,7 +170,7 @@ class Cycle:
         return games.network(self.config, self.runtime, games.weights_of(self.folder, self.config, generation))
 
     def _stored(self, number: int) -> Generation:
-        """As far as it has come; the best network as it begins is its opponent, whatever is decided meanwhile."""
+        """A generation as far as it has come; its opponent is fixed when it starts."""
         known = read_generations(self.folder).get(number)
         return known or Generation(number=number, by=self.best, begun=files.utc_now()).write(self.folder)
 
@@ -239,7 +239,7 @@ class Cycle:
         return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
 
     def _settle(self, generation: Generation, counts: Mapping[str, int]) -> Generation:
-        """What a candidate begins with (after a roll-back the best network) and learns from, once and for all."""
+        """Fix what a candidate starts from (after a roll-back the best network) and trains on."""
         number, decisions = generation.number, self.decisions()
         recent = [f"selfplay_{one:03d}" for one in range(max(1, number - self.config.window + 1), number + 1)]
         before = read_generations(self.folder).get(number - 1)
@@ -252,7 +252,7 @@ class Cycle:
         )
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
-        """Top-1 on the held-out positions that no game to learn from has; and their share."""
+        """Top-1 on held-out positions that occur in no training game, and their share."""
         known = data.training.of_records(self.rules.keys)
         rows = data.validation.only(~np.isin(data.validation.of_records(self.rules.keys), known))
         share = rows.count / data.validation.count
@@ -262,7 +262,7 @@ class Cycle:
         return {"new": share, "top1_new": figures.get("top1")}
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
-        """Against an earlier network, in batches that count in their order, until the plan or the test ends it."""
+        """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""
         options, number, game = self.config.match, generation.number, self.rules.game
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
@@ -290,7 +290,7 @@ class Cycle:
         return generation
 
     def _decide(self, generation: Generation) -> Generation:
-        """The match alone decides which network is the best one."""
+        """Promotion is decided by the match alone."""
         pairs, number = generation.pairs("match"), generation.number
         accepted = self.config.match.decision(pairs)
         outcome = {True: "SPRT accepts", False: "SPRT refuses", None: "SPRT is undecided"}[accepted]

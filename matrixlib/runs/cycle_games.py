@@ -1,4 +1,4 @@
-"""What a cycle is made of: its options, the record of a generation, its networks, and the games that processes play."""
+"""Parts of a cycle: options, record of a generation, networks, and the games that worker processes play."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from matrixlib.tasks import TASKS, get_task, task_of, validate_config
 from matrixlib.tasks.spec import GameSpec, weights
 
 TRIAL_GAMES = 4
-HELD_OUT = 20  # every so many games one is held out of training
-Pairs: TypeAlias = tuple[int, int, int, int, int]  # that scored 0, 1/2, 1, 3/2 and 2 points of 2
-Tally: TypeAlias = dict[str, Any]  # figures of games of self-play, see `tally`
+HELD_OUT = 20  # one in so many games is held out
+Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
+Tally: TypeAlias = dict[str, Any]  # see `tally`
 Against: TypeAlias = Literal["match", "anchor"]  # the best network, or generation 0
 
 
 class CycleError(ValueError):
-    """A cycle that cannot be begun or continued; says what to do."""
+    """A cycle cannot be started or resumed; says what to do."""
 
 
 class CycleConfig(Section):
-    """A whole cycle: generations of self-play, training and a match that decides about promotion.
+    """A cycle: generations of self-play, training, and a match that decides about promotion.
 
-    `network` is the network and its training, with the sections of its task, as in a preset.
+    `network` is the network and its training, with its task's sections, as in a preset.
     """
 
     seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
@@ -65,9 +65,9 @@ class CycleConfig(Section):
 
 
 def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> CycleConfig:
-    """Read a cycle's preset by name, from params/cycle/, or a YAML file by path, and apply nested overrides.
+    """Read a cycle's preset by name from params/cycle/, or a YAML file by path, and apply nested overrides.
 
-    Raises ConfigError: unknown preset, unknown or mistyped keys, a task that is no game for two.
+    ConfigError for an unknown preset, unknown or mistyped keys, or a task that is not a two-player game.
     """
     data, name = read_preset(preset, overrides, PARAMS / "cycle")
     network = data.get("network")
@@ -86,7 +86,7 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
 
 
 class Decision(Section):
-    """Which network is the best one from then on. kind: what decided; after: the last generation before it."""
+    """A change of the best network. kind: what decided; after: the last generation before it."""
 
     kind: Literal["match", "rollback"]
     after: int
@@ -95,14 +95,14 @@ class Decision(Section):
 
 
 class Generation(Section):
-    """One generation, as far as it has come: `generation_001.json`, which is replaced whenever something is done for
-    good. `generation_000.json` is there where a roll-back came before any decision.
+    """One generation as far as it has come: `generation_001.json`, replaced after every finished stage.
+    `generation_000.json` exists if a roll-back preceded any decision.
 
-    by: generation whose network plays the games and is the opponent; begun: UTC time; chunks: first game -> tally.
-    start, sources, known: settled when training begins: generation of the first weights, weights of the latest
-    generations' positions, and how many decisions there were. top1: on held-out positions, None in a game that has no
-    such figure; top1_new: on those of them that no game to learn from has; new: their share. match, anchor: results of
-    the candidate, batch by batch. rollbacks: those between this generation's decision and the next one's.
+    by: generation that plays the games and is the opponent; begun: UTC; chunks: first game -> tally. start, sources,
+    known: fixed when training starts: generation of the initial weights, weights of recent generations' positions,
+    number of decisions. top1: on held-out positions, None if the game has no such figure; top1_new: on those in no
+    training game; new: their share. match, anchor: the candidate's results by batch. rollbacks: between this decision
+    and the next.
     """
 
     number: int
@@ -126,22 +126,22 @@ class Generation(Section):
 
     @property
     def selfplay(self) -> Tally:
-        """Of all of its games."""
+        """Tally over all its games."""
         return sum(map(Counter, self.chunks.values()), Counter[str]())
 
     def pairs(self, kind: Against) -> tuple[int, ...]:
-        """(5,) results of all batches."""
+        """(5,) results over all batches."""
         return tuple(np.sum([(0, 0, 0, 0, 0), *getattr(self, kind)], axis=0).tolist())
 
     def write(self, folder: Path, **changes: Any) -> Generation:
-        """Replace its file, with these changes; returns what was written."""
+        """Write its file with these changes; returns the new record."""
         changed = self.model_copy(update=changes)
         write_json(folder / f"generation_{self.number:03d}.json", changed.model_dump())
         return changed
 
 
 def read_generations(folder: Path) -> dict[int, Generation]:
-    """All that a cycle's folder holds, by number, in their order."""
+    """All generations in a cycle's folder, by number, ascending."""
     stored = {}
     for path in sorted(folder.glob("generation_*.json")):
         try:
@@ -154,14 +154,14 @@ def read_generations(folder: Path) -> dict[int, Generation]:
 
 
 def rules(config: CycleConfig) -> GameSpec:
-    """The game that a cycle plays."""
+    """The cycle's game."""
     game = get_task(config.network.task).game
     assert game is not None, "load_cycle takes games only"
     return game
 
 
 def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
-    """The averaged weights of a generation of the cycle in `folder`, as safetensors; 0 is the untrained network."""
+    """Averaged weights of a generation in `folder`, as safetensors; 0 is the untrained network."""
     if generation:
         checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
         tensors = weights(Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest"))[0]
@@ -171,7 +171,7 @@ def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
 
 
 def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
-    """The network of a cycle with these weights."""
+    """The cycle's network with these weights."""
     model = _model(config)
     model.load_state_dict(safetensors.torch.load(stored), strict=True)
     return get_task(config.network.task).network(model, config.network, runtime)
@@ -182,12 +182,12 @@ def _model(config: CycleConfig) -> nn.Module:
 
 
 def player(config: CycleConfig, net: Network) -> Player:
-    """How a network plays in matches."""
+    """A network as a match player."""
     return search_player(rules(config).game, Evaluator(net), config.match.num_simulations, config.search)
 
 
 def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
-    """Rows to try a device with: openings of games between uniform players, called drawn."""
+    """Rows for the device self-test: openings of random games, labelled as draws."""
     game = rules(config)
     options = SelfPlayOptions(parallel=TRIAL_GAMES, num_simulations=2, plies=8)
     drawn = [replace(trace, result=0.0) for trace in play_games(game.game, uniform, range(TRIAL_GAMES), options)]
@@ -200,8 +200,8 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
 def play_chunk(
     cycle: str, config: CycleConfig, runtime: Runtime, generation: Generation, first: int, stored: bytes
 ) -> tuple[Tally, dict[str, bytes]]:
-    """A chunk of a generation's games from `first` on, by the network with these weights: figures, and shards (name ->
-    bytes) of training and of held-out games. runtime: of one thread, as the processes are the parallelism."""
+    """One chunk of self-play games from `first` on, with these weights: tally, and shards (name -> bytes) of training
+    and held-out games. runtime: single-threaded, as processes are the parallelism."""
     runtime.apply()
     spec, game = get_task(config.network.task), rules(config)
     evaluator = Evaluator(network(config, runtime, stored))
@@ -229,9 +229,11 @@ def play_chunk(
 
 
 def tally(game: Game, traces: Sequence[Trace]) -> Tally:
-    """wins, draws, losses: of the side that starts a game; unknown: games without a result; played_out: games that
-    went on although a side would have resigned, wrong: those that it did not lose."""
-    starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]  # results are the first mover's
+    """wins, draws, losses: of the side that starts; unknown: games without a result; played_out: games continued
+    although a side would have resigned, wrong: of these, not lost by that side."""
+    starters = [
+        -1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces
+    ]  # trace results are the first mover's
     points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
     results = {"wins": points[1.0], "draws": points[0.0], "losses": points[-1.0], "unknown": points[None]}
@@ -242,7 +244,7 @@ def tally(game: Game, traces: Sequence[Trace]) -> Tally:
 def play_part(
     config: CycleConfig, runtime: Runtime, generations: tuple[int, int], openings: States, first: int, *stored: bytes
 ) -> tuple[str, Pairs]:
-    """Pairs of games between two generations, from number `first` on: (the games as text, how many scored what)."""
+    """Game pairs between two generations from number `first` on: (games as text, pair results)."""
     runtime.apply()
     game = rules(config).game
     one, two = (player(config, network(config, runtime, part)) for part in stored)

@@ -1,4 +1,4 @@
-"""The data of a run: loaders of each phase, held-out batches, the records of a blow-up. The trainer asks it alone."""
+"""The data of a run: loaders by phase, held-out batches, evidence records. The trainer's only data source."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.tasks.spec import TaskSpec
 
-NAMED = 5  # suspicious shards in a message
+NAMED = 5  # suspicious shards named in a message
 
 
 class RunError(ValueError):
-    """A run that cannot be opened or continued; the message says what to do."""
+    """A run cannot be opened or resumed; the message says what to do."""
 
 
 @dataclass
 class RunData:
-    """What one run trains on and is judged by, and messages about it. ranks: which rows of each batch this process
-    makes. parts: of the caller's own, which `task` has already. training, validation: loaders of the whole data.
-    Raises RunError where there is none of either, or of a phase."""
+    """Training and held-out data of one run, and messages about it. ranks: which rows this process prepares. parts: the
+    caller's, already in `task`. training, validation: loaders over all data. RunError if either is empty, or a phase
+    has no data."""
 
     config: Config
     runtime: Runtime
@@ -52,7 +52,7 @@ class RunData:
         self._sidecars: Sidecars | None = None
         self._max_lost = self.config.data.max_lost
         self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
-        self.messages += [text for text in self._left_out() if text not in self.messages]  # of an earlier runtime
+        self.messages += [text for text in self._left_out() if text not in self.messages]  # already reported
         self._check_sources()
         self._open()
 
@@ -61,7 +61,7 @@ class RunData:
         self.validation = self._validation(self.task)
 
     def of_all_ranks(self) -> RunData:
-        """The rows of all ranks; what was lost so far stays known."""
+        """The rows of all ranks; losses so far stay counted."""
         if self.ranks.size == 1:
             return self
         whole = replace(self, ranks=RankSlice())
@@ -69,7 +69,7 @@ class RunData:
         return whole
 
     def batches(self, phase: Phase | None = None) -> tuple[Task, Loader]:
-        """The task of a phase and the loader of its training rows; the whole's without one."""
+        """Task and training loader of a phase; None: of all data."""
         if phase is None:
             return self.task, self.training
         stage = self.spec.stage(self.task, phase)
@@ -77,20 +77,20 @@ class RunData:
         return stage.task, loader
 
     def try_workers(self) -> None:
-        """Let the loader's workers make two batches; where they cannot, batches are made here, which changes none."""
+        """Test the loader's workers; if they fail, batches are prepared in this process, with equal results."""
         if problem := self.training.try_workers():
             self.runtime = replace(self.runtime, workers=0)
             self._open()
             self._say(f"the loader's workers do not work here ({problem}); batches are made between the updates")
 
     def put_beside(self, sidecars: Sidecars | None) -> None:
-        """From now on rows come with what there is beside them."""
+        """From now on rows include their sidecar data."""
         if sidecars is not None:
             self._sidecars = sidecars
             self._open()
 
     def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Tensors]:
-        """Host batches of the fixed "sample" of the held-out rows (of a phase's) or of the "full" set."""
+        """Host batches of held-out rows, the fixed "sample" (of a phase) or the "full" set."""
         loader = self.validation
         if phase is not None:
             stage = self.spec.stage(self.task, phase)
@@ -107,14 +107,14 @@ class RunData:
         return batch if self.teacher is None else self.teacher(batch, 0.0)
 
     def records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
-        """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
+        """Write the stored rows of these unskipped batch numbers as one shard, `records.npz`, in `folder`."""
         layout, batches = self.spec.layout, list(batches)
         meta = {"source": "evidence", "generator": "training", "seed": self.config.seed, "split": "train"}
         rows = concat([source.records(raw) for raw in batches], layout)
         write_shard(folder / "records.npz", layout, rows, {**meta, "batches": batches})
 
     def _training(self, task: Task, sources: Iterable[str] = (), **options: Any) -> Loader:
-        """The training rows of these sources (all without any), prepared by `task`."""
+        """Loader of training rows of these sources (default all), prepared by `task`."""
         from matrixlib.data.loader import Loader
 
         data = self.config.data
@@ -138,7 +138,7 @@ class RunData:
         return held_out_loader(self.spec, self.config, self.catalogue, task, sources, **self._making("validation"))
 
     def _making(self, split: str) -> dict[str, Any]:
-        """How a loader makes its batches, and to whom it tells what happens."""
+        """Common loader arguments: how batches are prepared, and whom to notify."""
         return {
             "workers": self.runtime.workers,
             "prefetch": self.runtime.prefetch,
@@ -151,7 +151,7 @@ class RunData:
         }
 
     def _left_out(self) -> Iterator[str]:
-        """What part of the data is left out from the start, or looked odd."""
+        """Messages on data excluded from the start, or suspicious."""
         if doubts := [f"{row.name} ({doubt(row)})" for row in self.catalogue.shards() if doubt(row)]:
             use = self.config.data.suspicious == "use"
             fate = "used; data.suspicious: quarantine leaves them out" if use else "left out of this run"
@@ -163,7 +163,7 @@ class RunData:
             yield f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}"
 
     def _check_sources(self) -> None:
-        """RunError unless every phase has data of its sources, held-out ones too where it is judged by them."""
+        """RunError unless every phase has data of its sources, also held-out data if it is judged by them."""
         curriculum = self.spec.curriculum(self.config)
         if curriculum is None:
             return
@@ -192,11 +192,11 @@ class RunData:
         restored = f"restore {shards} in {self.catalogue.folder} and "
         if self._sidecars is not None and not self._sidecars.sound(name, block):
             path = self._sidecars.paths[name]
-            with contextlib.suppress(OSError):  # of a folder that cannot be written
+            with contextlib.suppress(OSError):  # read-only folder
                 self._sidecars.note(path).touch()
             reason = f"what belongs to it in {path} is damaged, and made anew when the run is opened again"
             restored = ""
-        if (count := len(lost)) < 4 or count.bit_count() == 1:  # of many the 4th, 8th, 16th ...
+        if (count := len(lost)) < 4 or count.bit_count() == 1:  # then the 4th, 8th, 16th ...
             where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
             blocks = f", in {count} blocks" if count > 1 else ""
             self._say(f"{where}: {reason}; its rows are replaced by others; {share:.2%} {rows} are lost so far{blocks}")
@@ -207,7 +207,7 @@ class RunData:
             )
 
     def lost(self, split: str) -> float:
-        """Share of the rows of "train" or "validation" that were damaged, of what has been read so far."""
+        """Share of the "train" or "validation" rows read so far that were corrupt."""
         loader, lost = self.training if split == "train" else self.validation, self._lost[split]
         whole = {name for name, block in lost if block == WHOLE}
         rows = (loader.rows_in(name, block) for name, block in lost if block == WHOLE or name not in whole)
@@ -221,7 +221,7 @@ class RunData:
 def held_out_loader(
     spec: TaskSpec[Any], config: Config, catalogue: Catalogue, task: Task, sources: Iterable[str] = (), **options: Any
 ) -> Loader:
-    """The held-out rows of these sources (all without any), prepared by `task`."""
+    """Loader of held-out rows of these sources (default all), prepared by `task`."""
     from matrixlib.data.loader import Loader
 
     rows = rows_of(catalogue, "validation", config, sources)
@@ -231,28 +231,28 @@ def held_out_loader(
             + (f": {spec.held_out}" if spec.held_out else "")
         )
     held, prepare = config.validation, task.prepare_plain
-    if catalogue.remote:  # its files are closed after so many
+    if catalogue.remote:  # limits its open files
         options["window_blocks"] = config.data.window_blocks
     return Loader(rows, spec.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
 
 
 def rows_of(catalogue: Catalogue, split: str, config: Config, sources: Iterable[str] = ()) -> list[ShardRow]:
-    """The healthy shards of a split and of these sources (all without any); suspicious ones as the options say."""
+    """Healthy shards of a split and of these sources (default all); suspicious ones as configured."""
     names, use = set(sources), config.data.suspicious == "use"
     return [row for row in catalogue.shards(split) if (not names or row.source in names) and (use or not doubt(row))]
 
 
 def shards_in_use(spec: TaskSpec[Any], config: Config, catalogue: Catalogue) -> list[ShardRow]:
-    """The shards of which a run reads any row: limits keep the first of each source."""
+    """Shards of which a run reads any row: limits keep the first of each source."""
     used = []
     for split, limit in (("train", config.data.limit), ("validation", config.validation.limit)):
         rows = rows_of(catalogue, split, config)
-        whole = spec.curriculum(config) is not None  # a phase may keep others
+        whole = spec.curriculum(config) is not None  # phases keep other rows
         kept = kept_rows([row.count for row in rows], [row.source for row in rows], 0 if whole else limit)
         used += [row for row, count in zip(rows, kept, strict=True) if count]
     return used
 
 
 def doubt(row: ShardRow) -> str:
-    """Figures of a shard that were far from those of its source when it came in, as a text."""
+    """Outlier figures of a shard at import, as text."""
     return ", ".join(f"{figure} z {z:+.1f}" for figure, z in row.quality.get("outliers", {}).items())

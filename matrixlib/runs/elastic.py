@@ -1,6 +1,5 @@
-"""Ranks that a notebook has started on its own machine, and what they write. It trains nothing itself then; launcher
-and ranks end with it, however it ends: each has the other end of a pipe that nobody writes to.
-"""
+"""Follows ranks that a notebook started on its machine, and their log; it trains nothing itself. Launcher and ranks end
+with the notebook, however it ends: each watches a pipe held by it."""
 
 import contextlib
 import json
@@ -25,24 +24,24 @@ from matrixlib.hardware import machine
 from matrixlib.runs.data import RunError
 
 POLL_SECONDS = 0.1
-SAVE_SECONDS = 600  # in which a rank that was told to end saves; torchrun would kill it after 30
+SAVE_SECONDS = 600  # for a rank to save when it is told to end; torchrun's default is 30
 FAILURE = re.compile(r"^rank \d+ of \d+: .*$", re.MULTILINE)
 NOTEBOOK_VARIABLES = ("JPY_SESSION_NAME", "MATRIXLIB_LIVE")
 
 
 def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[str], None]) -> Generator[Stats]:
-    """Start the ranks of the run in `folder` and yield its updates as they come; at the end all have ended. request:
-    arguments of `runs.ranks.train`. say: is told messages.
+    """Start the ranks of the run in `folder` and yield its updates; on return all have ended. request: arguments of
+    `runs.ranks.train`. say: called with messages.
 
-    Ctrl-C and SIGTERM go on to the ranks, which save and end, as they do when the caller leaves the loop. RunError
-    saying which rank failed, and why.
+    Ctrl-C, SIGTERM and leaving the loop are forwarded to the ranks, which save and end. RunError says which rank
+    failed, and why.
     """
     known, log = (utc_now(), 0), folder / "ranks.log"
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} --shutdown-timeout={SAVE_SECONDS}"
     command = [sys.executable, *torchrun.split(), "-m", "matrixlib.runs.ranks", json.dumps(request)]
     environment = {name: value for name, value in os.environ.items() if name not in NOTEBOOK_VARIABLES}
-    environment.setdefault("OMP_NUM_THREADS", str(machine.cores()))  # else torchrun gives each rank one thread
-    # in a session of its own, as an interrupt of the kernel goes to all of its session
+    environment.setdefault("OMP_NUM_THREADS", str(machine.cores()))  # torchrun's default is one thread
+    # new session: a kernel interrupt goes to its whole session
     options: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with (
         deferred() as signals,
@@ -65,7 +64,7 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
             signals.check()
             if launcher.returncode:
                 text = log.read_text(encoding="utf-8", errors="replace").rstrip()
-                first = FAILURE.search(text)  # the others miss that rank
+                first = FAILURE.search(text)  # later failures follow from it
                 raise RunError(first.group() if first else text.rpartition("\n")[2] or "the ranks ended without a word")
         except GeneratorExit:
             _tell(launcher, signal.SIGINT)
@@ -79,7 +78,7 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
 
 
 def _tell(launcher: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """A signal to each rank and not to the launcher, which would give them half a minute and end their loaders too."""
+    """Signal each rank, not the launcher, which would allow only 30 s and also kill their loaders."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(launcher.pid).children()
         for rank in ranks:

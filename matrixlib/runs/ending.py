@@ -1,4 +1,4 @@
-"""The end of a run: summary.json, the picture of its curves and the report, also of one that failed."""
+"""The end of a run, also a failed one: summary.json, curves and report."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 UNDRAWN = frozenset({"sweep", "faults"})
-"""Kinds of run of which there are many and few are looked at: their pictures and pages, which take seconds, are made by
-`python -m matrixlib.runs.report RUN`."""
+"""Kinds of run whose curves and pages, which take seconds, are only made on demand: `python -m matrixlib.runs.report
+RUN`."""
 CURVE_POINTS = 40
-"""Of the loss, in summary.json: the index draws them."""
+"""Points of the loss curve in summary.json, drawn by the index."""
 
 
 def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn.Module) -> None:
-    """Evaluate `model`, of a run that has reached its end, on the held-out data and write everything down."""
+    """Evaluate `model` on the held-out data after the last update, and write all results."""
     spec, config, runtime = data.spec, data.config, data.runtime
     trainer.write_heartbeat("evaluation", force=True)
     rows = metrics.read(trainer.metrics.path)
@@ -61,11 +61,11 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn
 
 
 def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException) -> None:
-    """Write down why a run was halted, failed or was interrupted, and draw what there is. The error gets a note of
-    where it lies, or of why even that failed; nothing is raised over it."""
-    if not (folder / "metrics.jsonl").exists():  # not one update was begun
+    """Record why a run was halted, failed or interrupted, and draw what there is. Adds a note to the error with the
+    report's path, or why there is none; raises nothing."""
+    if not (folder / "metrics.jsonl").exists():  # no update yet
         return
-    word = "failed" if isinstance(error, Exception) else "interrupted"  # by Ctrl-C, SIGTERM
+    word = "failed" if isinstance(error, Exception) else "interrupted"  # Ctrl-C, SIGTERM
     if isinstance(error, TrainingHalted):
         word = "halted"
     reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")  # Ctrl-C has no text
@@ -73,7 +73,7 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
         rows = metrics.read(folder / "metrics.jsonl")
         summary = {"complete": False, "end": word, "reason": reason, "steps": rows[-1]["step"] if rows else 0}
         where = _write(folder, preset, runtime, summary, rows)
-    except (OSError, ValueError) as failed:  # such as a full disk, which may well be what ended the run
+    except (OSError, ValueError) as failed:  # a full disk, say, which may have ended the run
         error.add_note(f"no report could be written: {failed}")
     else:
         error.add_note(f"{'curves and report' if where.suffix == '.html' else 'summary'}: {where}")
@@ -82,7 +82,7 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
 def _write(
     folder: Path, preset: str, runtime: Runtime, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> Path:
-    """summary.json, training.png, report.html and the index; path of the report, or of the summary without one."""
+    """Write summary.json, training.png, report.html and the index; returns the report's path, or the summary's."""
     from matrixlib.runs import report
 
     losses = [row["loss"] for row in rows if math.isfinite(row.get("loss", math.nan))]

@@ -1,7 +1,7 @@
-"""The curves of a run over its updates.
+"""Curves of a run over its updates.
 
-`PLOTS` and the losses are what the live panel, training.png and the report show; another chart is one entry more.
-`charts` and `marks` say what is drawn, `training_figure` draws it once, and `panel/panel.js` draws it live.
+`PLOTS` and the losses are shown by the live panel, training.png and the report; add a chart by adding an entry.
+`charts` and `marks` define the contents, `training_figure` draws them once, `panel/panel.js` live.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from matrixlib.engine.timing import FIRST_UPDATES
 from matrixlib.tasks.plotting import log, plain, whole
 
 MAX_POINTS = 1000  # of a curve
-SMOOTH_POINTS, SMOOTH_SHARE = 5, 1 / 30  # at least, and of all points: what a running mean is over
-MAX_LOSS_CHARTS = 6  # more terms than that share one
+SMOOTH_POINTS, SMOOTH_SHARE = 5, 1 / 30  # window of running means: at least, and of all points
+MAX_LOSS_CHARTS = 6  # more terms share one chart
 SLOW = 0.75  # of the usual throughput
 LEGEND_SHARE = 0.4  # of the curves' height, above them
 LEGEND: dict[str, Any] = {
@@ -36,7 +36,7 @@ LEGEND: dict[str, Any] = {
     "labelspacing": 0.2,
     "columnspacing": 1.0,
 }
-INCHES, ACROSS, DPI = (9.0, 2.3), 3, 200  # of a row of the picture, charts in it, dots an inch
+INCHES, ACROSS, DPI = (9.0, 2.3), 3, 200  # size of a row, charts a row, dots per inch
 GREY, RED = "#808080", "#d93a2f"  # legible on white and on black
 COLOURS = ("#2f7ed8", "#e8710a", "#159a6b", "#c2478f", "#8a63d2", "#a58a00", "#0fa3b1", "#d1495b")
 COLUMNS = (
@@ -60,9 +60,9 @@ FrameT = TypeVar("FrameT", DataFrame, Series)
 class Plot:
     """A chart over updates.
 
-    label: its title, with the unit. columns: regular expression that whole names of `frame`'s columns match, those of
-    validations too. scale: factor of the values. log: y axis. smooth: raw values are faint below running means.
-    levels: horizontal lines, columns of `frame` by name; the last value counts.
+    label: title with unit. columns: regular expression matched against whole column names of `frame`, validation
+    included. scale: factor of the values. log: y axis. smooth: faint raw values, strong running means. levels:
+    horizontal lines, by name of a `frame` column (its last value).
     """
 
     label: str
@@ -86,7 +86,7 @@ PLOTS = [
 
 @dataclass(frozen=True)
 class Curve:
-    """values: at the chart's `steps`, nan where there is none. colour: as CSS and matplotlib write it."""
+    """values: at the chart's `steps`, NaN where missing. colour: CSS and matplotlib name."""
 
     name: str
     values: np.ndarray
@@ -106,13 +106,13 @@ class Chart:
 
     @property
     def held_out(self) -> bool:
-        """Whether it has points of validations."""
+        """Whether it has validation points."""
         return any(curve.kind == "held-out" for curve in self.curves)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened in the update `step`. event: of `Event`, or "phase" or "slow"."""
+    """An event in update `step`. event: an `Event`, "phase" or "slow"."""
 
     step: int
     event: str
@@ -120,25 +120,25 @@ class Mark:
 
     @property
     def bad(self) -> bool:
-        """Whether it is to be seen at once."""
+        """Whether it needs attention."""
         return self.event in DECISIONS or self.event == "slow"
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What is drawn of a row of metrics.jsonl, by name of a column of `frame`, and its step."""
+    """Plotted numbers of a metrics.jsonl row by `frame` column, and its step."""
     norms = row.get("statistics", {}).get("gradient_norm", {})
     parts = {key: row[key] for key in COLUMNS if row.get(key) is not None}
     return {"step": row["step"], **dict(flatten(parts)), **{key: norms[key] for key in ("p95", "clip") if key in norms}}
 
 
 def frame(rows: Iterable[Mapping[str, Any]]) -> DataFrame:
-    """The numbers of rows of metrics.jsonl: a column each, such as "losses/policy", by update."""
+    """Numbers of metrics.jsonl rows by update; columns such as "losses/policy"."""
     return tabulated(map(numbers, rows))
 
 
 def tabulated(values: Iterable[Mapping[str, float]]) -> DataFrame:
-    """As `frame`, of what `numbers` gave. Of updates that a rollback went back over, the last row counts."""
-    table = DataFrame([{"step": math.nan}, *values])[1:]  # the column is there without any row too
+    """`frame` from `numbers`. The last row of an update wins, after rollbacks."""
+    table = DataFrame([{"step": math.nan}, *values])[1:]  # keeps the column if there are no rows
     steps = table["step"].to_numpy()
     later = np.minimum.accumulate(steps[::-1])[::-1]
     kept = np.append(steps[:-1] < later[1:], True)[: len(steps)]
@@ -146,8 +146,8 @@ def tabulated(values: Iterable[Mapping[str, float]]) -> DataFrame:
 
 
 def charts(table: DataFrame) -> list[Chart]:
-    """What there is to draw of a `frame`: total loss, a chart for each term, one for the self-supervised ones, `PLOTS`,
-    and the user's own numbers. Long curves are thinned to means of neighbours."""
+    """Charts of a `frame`: total loss, each term, SSL terms together, `PLOTS`, the user's numbers. Long curves are
+    thinned to local means."""
     if len(table) > MAX_POINTS:
         part = np.arange(len(table)) * MAX_POINTS // len(table)
         table = table.reset_index().groupby(part).mean().set_index("step")
@@ -194,11 +194,11 @@ def _chart(plot: Plot, table: DataFrame, smooth: DataFrame) -> Chart:
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """What happened in the updates of rows of metrics.jsonl: messages, rollbacks, phases, a slowdown."""
+    """Events in metrics.jsonl rows: messages, rollbacks, phases, slowdowns."""
     found: list[Mark] = []
     seen: set[str] = {Event.FIRST_UPDATE}
     for step, event, text in messages(rows):
-        if event in DECISIONS or event not in seen:  # a warning that comes again is marked once
+        if event in DECISIONS or event not in seen:  # repeated warnings are marked once
             found.append(Mark(step, event, text))
             seen.add(event)
     reported = {mark.step for mark in found if mark.event == Event.ROLLBACK}
@@ -210,7 +210,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
             found.append(Mark(step, "phase", f"phase {row['phase']} begins"))
     found += [Mark(row["step"], Event.SKIP, "not finite") for row in rows if not_finite(row) and not row.get("events")]
     speed = Series({row["step"]: row.get("throughput", math.nan) for row in rows}, dtype=float).dropna()
-    speed = smoothed(speed.loc[FIRST_UPDATES + 1 :])  # what comes before is warm-up
+    speed = smoothed(speed.loc[FIRST_UPDATES + 1 :])  # without warm-up
     share = speed / speed.expanding().median()
     if (share < SLOW).any():
         found.append(Mark(int(share[share < SLOW].index.min()), "slow", f"throughput falls by {1 - share.min():.0%}"))
@@ -218,7 +218,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 
 
 def readable(column: str) -> str:
-    """The name of a column for people: "metrics/policy/top1" is "policy top-1", "metrics/value/accuracy" is "value"."""
+    """A column's name for people: "metrics/policy/top1" is "policy top-1", "metrics/value/accuracy" is "value"."""
     name = re.sub(r"^(validation/)?(losses/|metrics/|extra/|memory/)?", "", column).removeprefix("ssl_")
     name = {
         "grad_norm": "gradient norm",
@@ -230,18 +230,18 @@ def readable(column: str) -> str:
 
 
 def smoothed(values: FrameT) -> FrameT:
-    """Running means over a part of the curve, those at its beginning over what there is."""
+    """Running means over a share of the curve, shorter at its start."""
     return values.rolling(max(SMOOTH_POINTS, int(len(values) * SMOOTH_SHARE)), min_periods=1).mean()
 
 
 def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") -> Figure:
-    """Curves of a run from the rows of its metrics.jsonl (see `metrics.read`), legible on white and on black."""
+    """Curves of a run from its metrics.jsonl rows (see `metrics.read`), legible on white and black."""
     rows = list(rows)
     shown, events = charts(frame(rows)), marks(rows)
     lines = -(-max(1, len(shown)) // ACROSS)
     height = 0.3 + INCHES[1] * lines
     figure = Figure(figsize=(INCHES[0], height), facecolor="none")
-    # fixed margins: a layout engine takes half of the drawing time
+    # fixed margins: a layout engine would take half of the drawing time
     figure.subplots_adjust(0.065, 0.3 / height, 0.995, 1 - 0.55 / height, wspace=0.26, hspace=0.32)
     bad = [mark for mark in events if mark.bad]
     notes = [f"{mark.event} at update {mark.step:,}" for mark in bad[:3]] + [f"{len(bad) - 3} more"] * (len(bad) > 3)
@@ -294,7 +294,7 @@ def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """PNG file of a figure, at twice the dots of a screen."""
+    """A figure as PNG at twice the screen resolution."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()

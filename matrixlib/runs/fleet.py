@@ -1,4 +1,4 @@
-"""Independent parts of a job, computed in this process, by processes of this machine, or by a Ray cluster."""
+"""Independent parts of a job, computed in this process, in local processes, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from matrixlib.hardware import backend
 Kind: TypeAlias = Literal["local", "ray"]
 Part: TypeAlias = Callable[..., Any]
 K = TypeVar("K")
-MAX_RETRIES = 3  # of a part whose node goes away
+MAX_RETRIES = 3  # of a part whose node is lost
 POLL_SECONDS = 0.5
-SAVE_SECONDS = 30.0  # in which parts that are cancelled on a cluster save and end
+SAVE_SECONDS = 30.0  # for cancelled parts on a cluster to save and end
 _shared: tuple[Any, ...] = ()  # in a worker process
 
 
 class FleetError(ValueError):
-    """Parts that cannot be computed; says why and what to do."""
+    """Parts cannot be computed; says why and what to do."""
 
 
 def compute(
@@ -40,15 +40,14 @@ def compute(
     gpu: bool = False,
     log: Path | None = None,
 ) -> Generator[tuple[K, Any], None, None]:
-    """Yield (key, result) of every part as it ends; a part is taken from `parts` only when a worker is free for it. It
-    is a picklable function of plain data that gives the same wherever it is computed, and may be computed again.
+    """Yield (key, result) of every part as it finishes; `parts` is consumed as workers become free. A part is a
+    picklable function of plain data whose result does not depend on where it runs, and may be run again.
 
-    shared: arguments of every part. They are pickled once, and on a cluster brought to each node once.
-    workers: processes; up to 1 this process computes. On a cluster, 0 means all of its threads, or GPUs.
-    gpu: one GPU of the cluster a part. log: local processes print there.
+    shared: arguments of every part, pickled once, and sent to each node once. workers: processes; up to 1 this process
+    computes. On a cluster, 0 means all its threads, or GPUs. gpu: one GPU a part. log: output of local processes.
 
-    Closing the generator ends the parts that are running: they get SIGTERM, on a cluster KeyboardInterrupt.
-    Raises what a part raises; FleetError where a process was killed, or without Ray, a cluster or a node with room.
+    Closing the generator ends running parts: SIGTERM, on a cluster KeyboardInterrupt. Raises a part's exception;
+    FleetError if a process was killed, or without Ray, a cluster or a node with enough resources.
     """
     if kind == "ray":
         yield from _on_ray(parts, shared, workers, gpu)
@@ -86,23 +85,23 @@ def _in_processes(
 
 
 def _gpus() -> list[str]:
-    """Names of this machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    """This machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
     names, count = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), backend.device_count()
     return names if len(names) == count else [str(number) for number in range(count)]
 
 
 def _begin(shared: bytes, started: Any, gpus: Sequence[str], log: Path | None) -> None:
-    """In a worker process, before its first part: it sees one of the GPUs. started: how many have come so far."""
+    """Initialise a worker process with one GPU. started: number of workers so far."""
     global _shared
     files.end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if log is not None:
         sys.stdout = sys.stderr = log.open("a", encoding="utf-8", buffering=1)
     with started.get_lock():
         if len(gpus) > 1:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[started.value % len(gpus)]
         started.value += 1
-    _shared = pickle.loads(shared)  # noqa: S301 - of the parent
+    _shared = pickle.loads(shared)  # noqa: S301 - from the parent
 
 
 def _run(part: Part) -> Any:
@@ -112,7 +111,7 @@ def _run(part: Part) -> Any:
 def _on_ray(
     parts: Iterable[tuple[K, Part]], shared: Sequence[Any], workers: int, gpu: bool
 ) -> Generator[tuple[K, Any], None, None]:
-    """As tasks, which Ray computes again where a node goes away; nodes that join later are used too."""
+    """As Ray tasks, which are retried when a node is lost; nodes may join later."""
     ray = _connect()
     todo, running = iter(parts), dict[Any, K]()
     try:
@@ -154,12 +153,12 @@ def _connect() -> Any:
             "prints, on each of the others, lets them join"
         ) from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)  # Ray's own would keep trainings from saving at that signal
+        signal.signal(signal.SIGTERM, handler)  # restore: Ray's would keep trainings from saving
     return ray
 
 
 def _slots(nodes: Sequence[int], workers: int, gpu: bool) -> tuple[int, int]:
-    """(parts at once, threads of each) on nodes of so many threads or GPUs: as many as leave room for all `workers`."""
+    """(parts at once, threads of each) on nodes with these threads or GPUs: as many as fit all `workers`."""
     threads = 1 if gpu or not (workers and nodes) else max(1, min(nodes) // -(-workers // len(nodes)))
     room = sum(count // threads for count in nodes)
     return min(room, workers or room), threads

@@ -1,7 +1,7 @@
-"""Starts the training notebook as a run from the shell: names the run, shows what it says, ends with the result.
+"""Run the training notebook from the shell: names the run, prints its output, ends with the result.
 
 ``python -m matrixlib.runs.launch --preset quick`` executes notebooks/train.ipynb into reports/<run>/train.ipynb. Under
-torchrun it trains without the notebook; with ``--ranks`` the notebook starts them (`runs.ranks` both).
+torchrun it trains without the notebook; with ``--ranks`` the notebook starts the ranks (`runs.ranks` both).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from matrixlib.runs.record import requested_config, run_folder
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
-"""Name of the error that a signal ends a notebook with -> it in words, and the signal."""
+"""Error name that a signal ends a notebook with -> description, signal."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
     options = parser.parse_args(arguments)
-    machine.set_waiting_policy()  # the notebook's kernel has it from here
+    machine.set_waiting_policy()  # inherited by the kernel
     overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}
     if "TORCHELASTIC_RUN_ID" in os.environ and not options.base:
         from matrixlib.runs import ranks
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"run {folder.name}: notebooks/train.ipynb -> {_relative(folder / 'train.ipynb')}", flush=True)
     parameters = {"preset": options.preset, "device": options.device, "run": folder.name, "steps": options.steps}
     reason = _execute(folder, parameters | {"overrides": overrides, "ranks": options.ranks})
-    if (folder / "summary.json").exists():  # an update was begun
-        report.main([folder.name])  # the executed notebook as a page, in place of the one that the run wrote
+    if (folder / "summary.json").exists():  # it has made updates
+        report.main([folder.name])  # replaces the run's page by the executed notebook
     for error, (words, number) in SIGNALS.items():
         if reason.startswith(error):
             print(f"{words}; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _write_base(preset: str, device: str, run: str) -> int:
-    """Write the checkpoint of a network before any update, for others to begin with; returns the exit code."""
+    """Write a checkpoint of an untrained network for others to start from; returns the exit code."""
     with contextlib.closing(runs.open_run(preset, device, run=run, kind="base")) as current:
         if made := current.trainer.step:
             raise ValueError(f"run '{current.name}' has made {made} updates: give a new run name")
@@ -90,7 +90,7 @@ def _write_base(preset: str, device: str, run: str) -> int:
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:
-    """Run the notebook in a kernel, to which SIGTERM and Ctrl-C go on; returns why it failed, or an empty string."""
+    """Run the notebook in a kernel, forwarding SIGTERM and Ctrl-C; returns why it failed, or ""."""
     import papermill
     from nbclient.exceptions import DeadKernelError
 
@@ -99,7 +99,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     def forward(number: int, frame: FrameType | None = None) -> None:
         received.append(number)
         children = psutil.Process().children()
-        if not children or sys.platform == "win32":  # no kernel yet, or one that ends with this process
+        if not children or sys.platform == "win32":  # no kernel yet, or it ends with this process
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -119,7 +119,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
         )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {error.evalue}"
-    except (KeyboardInterrupt, RuntimeError) as error:  # of a kernel that died, maybe before it was ready
+    except (KeyboardInterrupt, RuntimeError) as error:  # the kernel died
         if received or isinstance(error, KeyboardInterrupt):
             return "Terminated" if signal.SIGTERM in received[:1] else "KeyboardInterrupt"
         if isinstance(error, DeadKernelError):

@@ -1,4 +1,4 @@
-"""Panel of a run while it trains: interactive in JupyterLab, one picture everywhere else."""
+"""Live panel of a training: interactive in JupyterLab, one picture elsewhere."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from matrixlib.engine.stats import Stats
 from matrixlib.progress import LinePace, clock_time, duration, interactive, silent
 from matrixlib.runs import figures
 
-REDRAW_SECONDS = 0.5  # between two updates of the panel
-REDRAW_RATIO = 1 / 40  # of the time, at most, that preparing the curves may take
-WIDTH = 900  # pixels at which the picture is shown
+REDRAW_SECONDS = 0.5  # between panel updates
+REDRAW_RATIO = 1 / 40  # most of the time that redraws may take
+WIDTH = 900  # display width of the picture, pixels
 
 
 class LivePlot(AbstractContextManager["LivePlot"]):
-    """Panel of a run: losses, accuracy, learning rate, gradient norm, throughput, memory (`figures.charts`), what
-    happened (`figures.marks`), and curves of one's own.
+    """Panel of a run: losses, accuracy, learning rate, gradient norm, throughput, memory (`figures.charts`), events
+    (`figures.marks`), and the user's own curves.
 
-    In JupyterLab the curves follow the training at most every half second: drag to zoom, double-click to go back, click
-    a name to hide its curve, point at a line for what happened there. At the end one picture takes their place.
-    Headless (papermill, nbval, nbconvert, a terminal) no widget is made: a line is printed every few seconds, and in a
-    notebook the picture is shown. MATRIXLIB_LIVE=0 or 1 overrides; with 0 there are no lines either.
+    In JupyterLab curves update at most every half second: drag to zoom, double-click to reset, click a name to hide its
+    curve, hover over a mark for its text. A picture replaces the panel at the end. Headless (papermill, nbval,
+    nbconvert, a terminal) it prints a line every few seconds, and shows the picture in a notebook. MATRIXLIB_LIVE=0 or
+    1 overrides; 0 also prints no lines.
 
-    Use it as a context manager: an exception leaves the picture of what came before it.
-    `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run continues its curves.
+    Use as a context manager: after an exception the picture shows what came before. `history`: rows of metrics.jsonl
+    (`metrics.read`), to continue the curves of a resumed run.
     """
 
     def __init__(self, total: int, title: str = "training", *, history: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -53,13 +53,13 @@ class LivePlot(AbstractContextManager["LivePlot"]):
             self._handle = display(self._panel, display_id=True)
 
     def update(self, stats: Stats, **own: float) -> None:
-        """Take in one update's stats, and own numbers, each of which is drawn; cheap unless a redraw is due.
+        """Add one update's stats and the user's own numbers; cheap unless a redraw is due.
 
-        `run.log` of the same numbers brings them into metrics.jsonl too.
+        Use `run.log` to store own numbers in metrics.jsonl too.
         """
         row = stats.row() | ({"extra": own} if own else {})
         self._step, self.total = stats.step, row.get("steps", self.total)
-        if stats.messages or not self._step % metrics.interval(self.total):  # what the log of a long run holds, too
+        if stats.messages or not self._step % metrics.interval(self.total):  # as in the log of a long run
             self._rows.append(row)
             self._numbers.append(figures.numbers(row))
         now = time.perf_counter()
@@ -76,11 +76,11 @@ class LivePlot(AbstractContextManager["LivePlot"]):
             self._redraw = now + (time.perf_counter() - now) / REDRAW_RATIO
 
     def table(self) -> pd.DataFrame:
-        """What is drawn (`figures.frame`)."""
+        """The plotted data (`figures.frame`)."""
         return figures.tabulated(self._numbers)
 
     def __exit__(self, *error: object) -> None:
-        """Show the picture: in place of the panel, or as an output of a headless notebook."""
+        """Show the picture: replacing the panel, or as output of a headless notebook."""
         if self._panel is None and getattr(get_ipython(), "kernel", None) is None:
             return
         from IPython.display import Image, display
@@ -101,7 +101,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         return {"step": self._step, "total": self.total, "text": self._pace(time.perf_counter()), "line": line}
 
     def _pace(self, now: float) -> str:
-        """Where the run is, its pace since it was opened, and the time left."""
+        """Progress, time a step since opening, and time left."""
         parts = [f"step {self._step:,}/{self.total:,} ({self._step / max(self.total, 1):.0%})"]
         if (done := self._step - self._first) > 0:
             each = (now - self._began) / done

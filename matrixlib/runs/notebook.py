@@ -1,7 +1,7 @@
-"""The bridge to notebooks: parameters in, verdict out, errors in one line.
+"""Notebook helpers: check parameters, show verdicts, one-line errors.
 
-The second code cell of every notebook calls `clean_errors()` and `check_parameters()`; the last one shows a
-Verdict. A failed check raises, so that papermill exits non-zero with the notebook saved.
+The second code cell of every notebook calls `clean_errors()` and `check_parameters()`; the last one shows a Verdict. A
+failed check raises, so papermill exits non-zero with the notebook saved.
 """
 
 import ast
@@ -20,9 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from matrixlib import files
 from matrixlib.config import nearest
 from matrixlib.runs.report import add_verdict
-from matrixlib.runs.report import figures_table as figures_table  # what notebooks call
+from matrixlib.runs.report import figures_table as figures_table  # for notebooks
 
-PAPERMILL = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
+PAPERMILL = "# Parameters\n"  # first line of papermill's injected cell
 HINTS = {
     "dict": "; pass it as YAML: -y '{0}: {{optim: {{learning_rate: 2e-4}}}}'",
     "list": "; pass it as YAML: -y '{0}: [first, second]'",
@@ -32,22 +32,21 @@ _DEFAULT_FORMAT = warnings.formatwarning
 
 
 class ParameterError(ValueError):
-    """A notebook parameter that is unknown or of the wrong type."""
+    """A notebook parameter is unknown or of the wrong type."""
 
 
 class VerdictFailed(Exception):
-    """At least one check of a notebook did not pass."""
+    """At least one check of a notebook failed."""
 
 
 def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Compare what papermill injected with the `parameters` cell before it; returns the parameters in force.
+    """Validate what papermill injected against the `parameters` cell; returns the parameters in force.
 
-    papermill only warns about a name that no cell declares and converts values by guesswork. A parameter's type is its
-    annotation (`seed: int = 0`); an int may stand for a float. Without an injected cell (JupyterLab, nbval) there is
-    nothing to check and {} comes back.
+    papermill only warns about undeclared names and guesses types. Types are the annotations (`seed: int = 0`); an int
+    may stand for a float. Without an injected cell (JupyterLab, nbval) returns {}.
 
-    history: sources of the cells run so far, values: name -> value; both are IPython's by default. Raises
-    ParameterError, one line naming each unknown parameter with the nearest known one, and each wrong type.
+    history: sources of the cells run so far, values: name -> value; both default to IPython's. ParameterError, one
+    line, names each unknown parameter with the nearest known one, and each wrong type.
     """
     if history is None or values is None:
         shell = get_ipython()
@@ -79,12 +78,11 @@ def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, 
 
 
 def clean_errors() -> None:
-    """Show errors that are meant for people as one line, `ErrorName: reason`, without a traceback.
+    """Show user errors as one line, `ErrorName: reason`, without a traceback.
 
-    These are the errors that this package defines, every ValueError that it raises, and the interrupt of a training,
-    which says how to go on. The cell still fails, so papermill stops with a non-zero exit code; `%tb` and `%debug`
-    still reach the traceback. Warnings of this package and of cells are shortened likewise, tables are shown whole, and
-    matplotlib's figures as pictures. Outside IPython nothing happens.
+    User errors: those defined by this package, ValueErrors that it raises, and the interrupt of a training, which says
+    how to resume. The cell still fails, so papermill exits non-zero; `%tb` and `%debug` show the traceback. Warnings of
+    this package and of cells are shortened, tables shown whole, matplotlib figures as PNG. No effect outside IPython.
     """
     shell = get_ipython()
     if shell is not None:
@@ -93,14 +91,14 @@ def clean_errors() -> None:
         pandas.set_option("display.expand_frame_repr", False)
         shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
         warnings.formatwarning = _warning_line
-        select_figure_formats(shell, {"png"}, bbox_inches=None, dpi=100)  # with no backend chosen
+        select_figure_formats(shell, {"png"}, bbox_inches=None, dpi=100)  # without choosing a backend
 
 
 class Verdict:
-    """Named checks of a notebook: collected, shown as a table, stored, and raised when one failed.
+    """Named checks of a notebook: collected, printed, stored, and raised if one failed.
 
-    folder: the run's folder; the verdict goes into its summary.json, and its report is written again. None keeps the
-    verdict in the notebook. demo: the run was too short to say anything about strength; the table says so.
+    folder: the run's; the verdict goes into its summary.json and report. None: only in the notebook. demo: too short to
+    say anything about strength, as the table then says.
     """
 
     def __init__(self, folder: Path | None = None, *, demo: bool = False) -> None:
@@ -109,14 +107,14 @@ class Verdict:
         self.checks: list[dict[str, Any]] = []
 
     def check(self, name: str, passed: object, detail: str = "") -> bool:
-        """Add one check; `detail` says in one line what was measured or demanded. Returns `passed`."""
+        """Add a check; `detail`: what was measured or required, one line. Returns `passed`."""
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
         return bool(passed)
 
     def show(self, details: bool = True) -> None:
-        """Print the table, store it, and raise VerdictFailed naming the checks that failed, or where there is none.
+        """Print and store the table; VerdictFailed names failed checks, or says that there are none.
 
-        details: False leaves out of the table what may depend on the machine.
+        details: False hides what may depend on the machine.
         """
         width = max((len(check["name"]) for check in self.checks), default=0)
         for check in self.checks:
@@ -133,7 +131,7 @@ class Verdict:
 
 
 def _ours(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether this package raised the error, and not a library that it called or the notebook itself."""
+    """Whether this package raised the error, not a library or the notebook."""
     if type(error).__module__.split(".")[0] == "matrixlib":
         return True
     if isinstance(error, KeyboardInterrupt):
@@ -147,7 +145,7 @@ def _ours(error: BaseException, trace: TracebackType | None) -> bool:
 def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """`warning: text` for what this package or a cell warns about; others with the place that they come from."""
+    """`warning: text` for this package's and cells' warnings; others with their location."""
     if "ipykernel" in filename or Path(filename).is_relative_to(files.PACKAGE):
         return f"warning: {message}\n"
     return _DEFAULT_FORMAT(message, category, filename, lineno, line)
@@ -156,7 +154,7 @@ def _warning_line(
 def _show_error(
     shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
 ) -> list[str] | None:
-    """IPython's handler: must publish the error itself, else the notebook would hold none."""
+    """IPython's handler; must publish the error itself, or the notebook would have none."""
     if not _ours(error, trace):
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         return None

@@ -1,4 +1,4 @@
-"""One training by several ranks: what each process of torchrun does."""
+"""Training by several ranks: what each torchrun process does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(
     trace: int = 0,
     tensorboard: bool = False,
 ) -> int:
-    """Train as the rank that torchrun has made of this process; the exit code. Rank 0 prints how it goes."""
+    """Train as this torchrun process's rank; returns the exit code. Rank 0 prints progress."""
     import torch.distributed as dist
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -43,8 +43,8 @@ def train(
                     panel.update(stats)
     except (KeyboardInterrupt, Terminated) as told:
         number = signal.SIGTERM if isinstance(told, Terminated) else signal.SIGINT
-        if current is not None:  # torchrun ends all as soon as one has ended, and rank 0 may still save
-            with suppress(RuntimeError):  # the store is gone
+        if current is not None:  # torchrun kills all when one ends, and rank 0 may still save
+            with suppress(RuntimeError):  # rank 0's store is gone
                 current.ranks.after_first("the end")
         print(f"ended by {number.name}; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + number
@@ -64,6 +64,6 @@ def train(
     return 0
 
 
-if __name__ == "__main__":  # started by a notebook, with whose end of standard input it ends
+if __name__ == "__main__":  # started by a notebook; ends when its stdin closes
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     sys.exit(train(**json.loads(sys.argv[1])))

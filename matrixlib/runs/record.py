@@ -1,4 +1,4 @@
-"""What a run's folder records of its beginning, and what may change when it goes on."""
+"""What a run records when it starts, and what may change when it resumes."""
 
 import datetime
 import functools
@@ -20,7 +20,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import changed, load_config, parse_config
 
-ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
+ORPHAN_SECONDS = 3.0  # ipykernel checks for its parent once a second
 MAY_CHANGE = (
     "train.steps",
     "train.minutes",
@@ -36,16 +36,16 @@ MAY_CHANGE = (
     "runtime.compile",
     "runtime.rank_timeout",
     "runtime.shard",
-    "teacher.network",  # where it lies: by its SHA-256 it is the same
+    "teacher.network",  # its path: identity is checked by SHA-256
 )
-"""Options, or sections with a dot at their end, that may be other ones when a run is resumed."""
+"""Options (sections end with a dot) that may change on resume."""
 SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")  # `auto`: as settled when the run began
 
 
 def requested_config(
     preset: str, device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = ""
 ) -> Config:
-    """A preset with the parameters of a notebook over it; an explicit one beats the same key in `overrides`."""
+    """A preset with a notebook's parameters applied; explicit ones override `overrides`."""
     given = ({"steps": steps} if steps else {}) | ({"init": init} if init else {})
     arguments = {
         **({"runtime": {"device": device}} if device != "auto" else {}),
@@ -56,8 +56,8 @@ def requested_config(
 
 
 def run_folder(preset: str, run: str, requested: Config, kind: str = "train", parts: Parts | None = None) -> Path:
-    """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one.
-    Nothing is made."""
+    """Folder of the named run, of the newest incomplete run with equal configuration and parts, or of a new one (not
+    created)."""
     root = files.reports_root()
     if run:
         if problem := files.name_problem(run):
@@ -78,7 +78,8 @@ def run_folder(preset: str, run: str, requested: Config, kind: str = "train", pa
 
 
 def locked(folder: Path) -> bool:
-    """Whether another process writes the run, or it may not be written; a killed notebook's kernel takes a second."""
+    """Whether another process writes the run, or it is not writable; a killed notebook's kernel needs a second to
+    end."""
     lock = FileLock(folder / "lock")
     try:
         with lock.acquire(timeout=ORPHAN_SECONDS):
@@ -88,7 +89,7 @@ def locked(folder: Path) -> bool:
 
 
 def complete_run(name: str) -> Path:
-    """The folder of a complete run; ValueError where there is none of this name, or it is damaged."""
+    """Folder of a complete run; ValueError if absent or damaged."""
     folder = files.reports_root() / name
     if not files.name_problem(name) and (folder / "run.json").exists() and read_run(folder).complete:
         return folder
@@ -97,8 +98,8 @@ def complete_run(name: str) -> Path:
 
 
 def stored_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a run that goes on; {} of one that begins. ValueError where it is damaged, or gone from a run
-    that has been trained: another configuration would go on from its checkpoints."""
+    """run.json of a run to resume, {} of a new one. ValueError if damaged, or missing although the run has
+    checkpoints."""
     if (folder / "run.json").exists():
         record = dict(read_run(folder).record)
         if lacking := {"runtime", "catalogue"} - record.keys():
@@ -118,8 +119,7 @@ def stored_record(folder: Path) -> dict[str, Any]:
 def resume_record(
     folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str], processes: int
 ) -> tuple[Config, runtimes.Runtime]:
-    """The resolved configuration and the runtime of a run that goes on, with the permitted changes; others are refused
-    by name."""
+    """Resolved configuration and runtime of a resumed run with permitted changes; others are rejected by name."""
     data, file = read_run_config(folder)
     data = configuration.dump(parse_config(data, file, requested.task))
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
@@ -133,7 +133,7 @@ def resume_record(
             data[section][name] = new
             messages.append(f"changed on resume: {key} {old} -> {new}")
     config = parse_config(data, file, requested.task)
-    if changes:  # the next one to resume compares with this request
+    if changes:  # the next resume compares with this
         write_text(folder / "config.yaml", configuration.to_yaml(config))
         write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
     runtime = runtimes.reuse(record["runtime"], ranks=processes)
@@ -145,7 +145,7 @@ def resume_record(
 
 
 def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
-    """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
+    """The configuration with every `auto` of runtime, data and micro-batch resolved."""
     same = {name: getattr(runtime, name) for name in ("device", "threads", "channels_last")}
     resolved = {
         "runtime": same | {"precision": runtime.dtype, "compile": runtime.compile or False},
@@ -156,7 +156,7 @@ def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
 
 
 def write_record(folder: Path, preset: str, requested: Config, data: RunData, kind: str, init: dict[str, Any]) -> None:
-    """Write config.yaml (resolved) and run.json (requested, on what, from what weights: `init`) of a new run."""
+    """Write config.yaml (resolved) and run.json (request, data, initial weights `init`) of a new run."""
     write_text(folder / "config.yaml", configuration.to_yaml(data.config))
     record = {
         "kind": kind,
@@ -176,7 +176,7 @@ def write_record(folder: Path, preset: str, requested: Config, data: RunData, ki
 
 @functools.cache
 def git_commit() -> str:
-    """Commit of the checkout that the package runs from, with `+changes` where it is not clean; '' elsewhere."""
+    """Commit of the package's checkout, with `+changes` if dirty; '' outside a checkout."""
     if files.CHECKOUT is None:
         return ""
     words = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]

@@ -1,11 +1,11 @@
-"""Offline report of a run: one HTML file with nothing to fetch, verdict first; and an index of all runs.
+"""Offline report of a run, one self-contained HTML file, verdict first; and an index of all runs.
 
     python -m matrixlib.runs.report            all runs under reports/, and their index
     python -m matrixlib.runs.report RUN        one run (name or folder), and the index
 
-Where a launcher kept the executed notebook in the run's folder, the report is that notebook without its code, else
-key figures and curves. Warnings, stability, runtime, configuration and environment follow. Whatever a crashed run
-left out or damaged is named. The page is templates/page.html.
+If the run's folder has the executed notebook, the report is that notebook without code, else key figures and curves.
+Then warnings, stability, runtime, configuration, environment, and what is missing or damaged. Template:
+templates/page.html.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from matrixlib.files import reports_root
 from matrixlib.hardware.runtime import words
 from matrixlib.runs import figures, watch
 
-MAX_MESSAGES = 20  # in a report of each kind: what was decided, and the latest of the others
+MAX_MESSAGES = 20  # of each kind: decisions, and the latest others
 FACTS = {
     "steps": "updates",
     "positions": "positions",
@@ -49,18 +49,18 @@ SHOWN: list[tuple[str, str, Any, str]] = [
     ("the GPU was busy, median", "memory/busy", "median", "{:.0%}"),
 ]
 """What is shown of a training -> columns of its rows, which of their numbers, and how it is written."""
-SHOWN_BESIDE = ("seed", "train.steps", "runtime.device")  # by columns of their own, or nobody's choice
-ALWAYS = ("run", "verdict")  # columns of the index; the others are shown where a run has something in them
+SHOWN_BESIDE = ("seed", "train.steps", "runtime.device")  # have their own columns, or are not choices
+ALWAYS = ("run", "verdict")  # columns of the index; others only if any run has a value
 MAX_NOTES = 500  # characters
-STRANGE = (AttributeError, KeyError, TypeError, ValueError)  # JSON of another form than a run's
+STRANGE = (AttributeError, KeyError, TypeError, ValueError)  # of malformed JSON
 Section = tuple[str, DataFrame | bytes | str]
 """Heading, and what stands below it: a table, a PNG file, or text as it is."""
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write report.html of a run and return its path; of a run with metrics, also training.png, its curves.
+    """Write report.html of a run and return its path; also training.png if it has metrics.
 
-    Raises ValueError where the folder does not exist; missing or damaged parts are named in the report.
+    ValueError if the folder does not exist; missing or damaged parts are named in the report.
     """
     folder = Path(run_folder)
     if not os.path.isdir(folder):
@@ -95,7 +95,7 @@ def write_report(run_folder: Path) -> Path:
             ("Environment", _rows(known | record.get("versions", {}))),
             ("Parts that are missing or damaged", "\n".join(problems)),
         ]
-    else:  # the folder of a notebook that trains nothing
+    else:  # a notebook that trains nothing
         sections += [(path.stem.capitalize(), path.read_bytes()) for path in sorted(folder.glob("*.png"))]
     page = _page(
         row["run"],
@@ -113,7 +113,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
-    """Put a notebook's verdict (passed, demo, checks) into summary.json; write report and index again."""
+    """Store a notebook's verdict (passed, demo, checks) in summary.json; rewrite report and index."""
     path = Path(run_folder) / "summary.json"
     files.write_json(path, files.read_json(path) | {"verdict": dict(verdict)})
     report = write_report(run_folder)
@@ -122,13 +122,12 @@ def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
 
 
 def frame(root: Path | None = None) -> DataFrame:
-    """All runs under a root, the one that began last first: verdict, notes, what differs from the preset, held-out
-    figures, and how fast they were."""
+    """All runs under a root, newest first: verdict, notes, changes from the preset, held-out figures, speed."""
     return DataFrame([_known(folder, [])[0] for folder in watch.run_folders(root or reports_root())])
 
 
 def _known(folder: Path, problems: list[str]) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """(row of `frame`, summary.json, run.json); a malformed one is marked damaged and hides no other."""
+    """(row of `frame`, summary.json, run.json); malformed ones are marked damaged."""
     summary, record = (_read(folder / name, problems, files.read_json) or {} for name in ("summary.json", "run.json"))
     try:
         figures_table(summary.get("evaluation", {}))
@@ -167,7 +166,7 @@ def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) ->
 
 
 def _notes(folder: Path) -> str:
-    """What somebody wrote about the run in its notes.txt."""
+    """The user's notes.txt."""
     try:
         return (folder / "notes.txt").read_text("utf-8", "replace")[:MAX_NOTES].strip()
     except OSError:
@@ -175,7 +174,7 @@ def _notes(folder: Path) -> str:
 
 
 def write_index(root: Path | None = None) -> Path:
-    """Write index.html of all runs, newest first, to be sorted and filtered; returns its path."""
+    """Write index.html of all runs, newest first, sortable and filterable; returns its path."""
     root = Path(root) if root is not None else reports_root()
     root.mkdir(parents=True, exist_ok=True)
     table = frame(root)
@@ -187,10 +186,10 @@ def write_index(root: Path | None = None) -> Path:
 
 
 def figures_table(evaluation: Mapping[str, Any]) -> DataFrame:
-    """An evaluation such as a run's summary.json holds, as text: a row for each figure, `value` and `baselines`.
+    """An evaluation (of summary.json, say) as text: a row for each figure, columns `value` and `baselines`.
 
-    A baseline belongs to the figures with its last word in their names: `uniform_top1` to `top1`, `majority_wdl` to
-    `wdl_accuracy`. Shares (top..., ...accuracy) are shown in percent. What is neither a number nor text is left out.
+    A baseline belongs to figures that contain its last word: `uniform_top1` to `top1`, `majority_wdl` to
+    `wdl_accuracy`. Rates (top..., ...accuracy) are in percent. Other types are left out.
     """
     rows = {}
     for name, value in evaluation.items():
@@ -203,7 +202,7 @@ def figures_table(evaluation: Mapping[str, Any]) -> DataFrame:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: rebuild the reports of the runs named (all without any) and the index."""
+    """Command line: rebuild the reports of named runs (default all) and the index."""
     root, failed = reports_root(), 0
     folders = [Path(name) if os.path.isdir(name) else root / name for name in arguments]
     for folder in (*(folders or sorted(watch.run_folders(root))), None):
@@ -229,8 +228,8 @@ def _page(title: str, **content: Any) -> str:
 
 
 def _executed_notebook(folder: Path) -> str:
-    """The outputs and texts of the newest notebook in a folder that papermill has executed to its end, or to an error;
-    empty where there is none, or the run has been continued since."""
+    """Outputs and texts of the newest finished or failed papermill notebook in a folder; empty without one, or if the
+    run was resumed since."""
     paths = sorted(folder.glob("*.ipynb"), key=lambda path: path.stat().st_mtime)
     log = folder / "metrics.jsonl"
     if not paths or (log.is_file() and paths[-1].stat().st_mtime < log.stat().st_mtime):
@@ -240,24 +239,24 @@ def _executed_notebook(folder: Path) -> str:
 
     try:
         notebook = nbformat.read(paths[-1], as_version=4)
-    except ValueError:  # it is being written
+    except ValueError:  # partially written
         return ""
     if not notebook.metadata.get("papermill", {}).get("end_time"):
         return ""
     exporter = HTMLExporter(
-        template_name="basic",  # no style of its own, and no script from anywhere
+        template_name="basic",  # without styles and scripts
         exclude_input=True,
         exclude_input_prompt=True,
         exclude_output_prompt=True,
         exclude_anchor_links=True,
         embed_images=True,
-        log=logging.Logger(__name__, logging.ERROR),  # it warns of each picture without an alternative text
+        log=logging.Logger(__name__, logging.ERROR),  # silences missing alt texts
     )
     return exporter.from_notebook_node(notebook)[0]
 
 
 def _text(value: Any, name: str) -> str:
-    """One value of `frame`, for people."""
+    """A value of `frame` as text."""
     if value is None or value != value:  # NaN: a column of numbers has it for None
         return ""
     if not isinstance(value, int | float):
@@ -282,7 +281,7 @@ def _number(name: str, value: Any) -> str:
 
 
 def _read(path: Path, problems: list[str], read: Callable[[Path], Any]) -> Any:
-    """What a file holds; None where it is missing or damaged, which is then a problem."""
+    """A file's contents; None, and a problem, if missing or damaged."""
     try:
         return read(path.resolve(strict=True))
     except FileNotFoundError:
@@ -293,7 +292,7 @@ def _read(path: Path, problems: list[str], read: Callable[[Path], Any]) -> Any:
 
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a person should know: first what was decided (end, rollbacks, skipped updates), then the latest others."""
+    """Messages for people: decisions first (end, rollbacks, skipped updates), then the latest others."""
     told = metrics.messages(rows)
     decisions = [(step, text) for decision in DECISIONS for step, event, text in told if event == decision]
     others = [(step, text) for step, event, text in told if event not in DECISIONS]
@@ -303,7 +302,7 @@ def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    """What disturbed the training or came near to it; empty where nothing is known."""
+    """Stability figures of a training; empty if unknown."""
     if not rows or "skipped" not in rows[-1]:
         return DataFrame()
     last = rows[-1]
@@ -326,7 +325,7 @@ def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 
 
 def _rows(values: Mapping[str, Any]) -> DataFrame:
-    """A row for each name, with what it has in its columns."""
+    """A table with a row for each name."""
     rows = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
     return DataFrame.from_dict(rows, orient="index").astype(str)
 

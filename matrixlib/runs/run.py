@@ -1,7 +1,7 @@
-"""Composition of a run: opens, trains, resumes and evaluates it.
+"""Opens, trains, resumes and evaluates a run.
 
-A run is a folder ``reports/<run>/``: run.json (what was asked for, on what), config.yaml (what was resolved from it),
-metrics.jsonl, checkpoints/, summary.json and report.html. One process writes a run at a time.
+A run is a folder ``reports/<run>/``: run.json (request, data), config.yaml (resolved), metrics.jsonl, checkpoints/,
+summary.json and report.html. One process writes a run at a time.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """One run, made by `open_run`. config, runtime: as resolved; steps: updates of the whole run; processes: above 1:
-    ranks that train in processes of their own, which this one starts and follows."""
+    """One run, from `open_run`. config, runtime: resolved; steps: updates of the whole run; processes: above 1, ranks
+    that this process starts and follows."""
 
     folder: Path
     preset: str
@@ -78,14 +78,14 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """True when the run has reached its last update, or was stopped early by what would still stop it."""
+        """Whether it reached its last update, or stopped early for a reason that still holds."""
         done = self.summary()
         reached = done.get("steps", 0) >= self.steps
         return bool(done.get("complete") and (reached or (done.get("stopped_early") and self.trainer.stop_reason)))
 
     @property
     def trainer(self) -> Trainer:
-        """The engine's trainer, built at first use (it holds the model)."""
+        """The engine's trainer, built on first use (holds the model)."""
         if self._trainer is None:
             from matrixlib.runs.start import build_trainer
 
@@ -103,24 +103,24 @@ class Run:
 
     @property
     def schedule(self) -> Callable[[int], float]:
-        """Update index (0 = first) -> learning rate, a pure function."""
+        """Update index (from 0) -> learning rate, a pure function."""
         return self.trainer.schedule
 
     def batch(self, i: int = 0) -> Batch:
-        """Training batch i on the device of the network: the arrays of the task's `prepare`, and what the network takes
-        (for chess `planes`). The run's place in the data and its random streams stay as they are."""
+        """Training batch i on the network's device: the arrays of the task's `prepare`, and the network's inputs
+        (chess: `planes`). Does not affect training."""
         from matrixlib.engine.task import to_device
 
         batch = to_device(self.data.batch(i), self.runtime.torch_device)
         return batch | self.spec.inputs(self.task, batch)
 
     def show(self, batch: Batch, rows: int = 4) -> Any:
-        """The first rows of a batch as a notebook displays them: for chess boards with their targets."""
+        """The first rows of a batch for display in a notebook; chess: boards with targets."""
         return self.spec.show(self.task, batch, rows)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Mean loss of each active term over a batch, with its graph; an update's loss is their sum by `task.weights`.
-        The network stays in its mode."""
+        """Mean loss of each active term over a batch, with graph; their sum weighted by `task.weights` is an update's
+        loss. The network keeps its mode."""
         from matrixlib.engine.task import active_terms
 
         counts = self.task.counts({name: tensor.cpu() for name, tensor in batch.items()})
@@ -129,12 +129,12 @@ class Run:
         return {term: total / max(1, counts[term]) for term, total in sums.items()}
 
     def log(self, **values: float) -> None:
-        """Numbers of the caller's own, for metrics.jsonl and TensorBoard: they go into the row of the next update."""
+        """The caller's own numbers, for the next row of metrics.jsonl and TensorBoard."""
         for name, value in values.items():
             self.trainer.log(name, value)
 
     def describe(self) -> str:
-        """What was decided and why, as text: run, data, runtime, differences from the preset."""
+        """Decisions and reasons as text: run, data, runtime, changes from the preset."""
         counts = {split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")}
         lines = [
             f"run          {self.name} ({'resumed' if self.resumed else 'new'}), {self.steps} updates of "
@@ -149,13 +149,13 @@ class Run:
         return "\n".join(lines + self.messages)
 
     def train(self, trace: int = 0, tensorboard: bool = False) -> Generator[Stats]:
-        """Train to the last update, from the newest whole checkpoint if there is one; yields after each update.
+        """Train to the last update, from the newest intact checkpoint if there is one; yields after each update.
 
-        trace: the three updates after this one are recorded in trace.json, for chrome://tracing; 0 = none.
-        tensorboard: also write TensorBoard events, to the run's folder `events`.
+        trace: record the three updates after this one in trace.json, for chrome://tracing; 0 = none. tensorboard: write
+        TensorBoard events to the run's folder `events`.
 
-        The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
-        with it. What the trainer warns about is shown once and kept in `messages`.
+        Holds the run's lock while training and releases it however it ends, so the same notebook can resume. Warnings
+        are shown once and kept in `messages`.
         """
         with files.writing(self.folder):
             if self.complete:
@@ -165,9 +165,9 @@ class Run:
             if self.processes > 1:
                 from matrixlib.runs import elastic
 
-                self.close()  # the first of the ranks holds the lock and writes
+                self.close()  # rank 0 takes the lock and writes
                 self._forget()
-                backend.empty_cache(self.runtime.torch_device)  # of the trials: that rank has the same GPU
+                backend.empty_cache(self.runtime.torch_device)  # of trials: a rank uses the same GPU
                 options = {"overrides": configuration.dump(self.requested), "trace": trace, "tensorboard": tensorboard}
                 request = {"preset": self.preset, "run": self.name, **options}
                 yield from elastic.follow(self.folder, self.processes, request, self._say)
@@ -177,14 +177,14 @@ class Run:
     def _train(self, trace: int, tensorboard: bool) -> Generator[Stats]:
         events: Events | None = None
         if self.ranks.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
-            self._forget()  # another process has gone on with the run meanwhile: so do we, from there
+            self._forget()  # another process resumed the run meanwhile
         try:
             if self.ranks.first:
                 peak = autotune.measure_peak(self.folder, self.runtime, self.spec.training_flops(self.config))
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
-            # closed here: where the last reference goes an interrupt would reach nobody
+            # close explicitly: interrupts during garbage collection are lost
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
@@ -195,7 +195,7 @@ class Run:
             model = self.trainer.evaluation_model()
             if model is not None:
                 ending.finish(self.folder, self.preset, self.data.of_all_ranks(), self.trainer, model)
-        except GeneratorExit:  # the caller has left the loop: nothing has failed
+        except GeneratorExit:  # the caller left the loop
             raise
         except BaseException as error:
             if self.ranks.first:
@@ -212,7 +212,7 @@ class Run:
             self._trainer = None
 
     def _log_events(self, events: Events | None, stats: Stats) -> Events:
-        """The events with an update more; begun anew at the first, and where the metrics were cut."""
+        """The events plus one update; rewritten at the first, and after a truncation of the metrics."""
         from matrixlib.runs.tensorboard import Events
 
         cut = stats.action == "rollback"
@@ -232,22 +232,22 @@ class Run:
             warnings.warn(text, stacklevel=4)
 
     def history(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl up to where the run goes on; a long run logs every k-th update."""
-        if self.processes > 1:  # the ranks cut it back, and this process has no model
+        """Rows of metrics.jsonl up to where the run resumes; long runs log every k-th update."""
+        if self.processes > 1:  # the ranks truncate it; this process has no model
             log = self.folder / "metrics.jsonl"
             return metrics.read(log) if log.exists() else []
-        return metrics.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
+        return metrics.read(self.trainer.metrics.path)  # truncated to the newest checkpoint
 
     def checks(self) -> list[Check]:
-        """What must hold of the result, if the network has learned anything: name, whether, what it says."""
+        """What must hold if the network learned anything: name, passed, detail."""
         return self.spec.checks(self.summary()["evaluation"])
 
     def summary(self) -> dict[str, Any]:
-        """Contents of summary.json; empty before the run has ended."""
+        """Contents of summary.json; empty before the end."""
         return read_json(self.folder / "summary.json")
 
     def close(self) -> None:
-        """Give the run's lock back; twice does no harm."""
+        """Release the run's lock; idempotent."""
         self.lock.release()
 
 
@@ -269,15 +269,14 @@ def open_run(
     schedule: Callable[[int], float] | None = None,
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Run:
-    """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
+    """Open a run: resume the named one, or the newest incomplete one with the same configuration, else start a new one.
 
-    preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
-    (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. init: stands over `train.init` where
-    given. kind: what the run is for; another kind than "train" stands in its name, and evaluation does not pick it up
-    by itself. task: the one that the caller is for; a preset of another is refused. ranks: above 1, `train` starts so
-    many processes, which train together, and follows them.
-    heads, trunk, losses, schedule, optimizer: parts of one's own, see `engine.parts.Parts`; they may be defined in a
-    cell. A run is resumed only with the parts that it was begun with.
+    preset: name in params/ or path of a YAML file. device, seed, steps, init: override the preset (``auto``, -1, 0, ""
+    leave it). overrides: nested mapping, validated. kind: purpose of the run; others than "train" are part of its name,
+    and evaluation does not pick it up by default. task: the caller's; presets of others are rejected. ranks: above 1,
+    `train` starts as many processes and follows them. heads, trunk, losses, schedule, optimizer: own parts, see
+    `engine.parts.Parts`, possibly from a cell; a run resumes only with the same parts.
+
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
     machine.set_waiting_policy()
@@ -298,7 +297,7 @@ def open_run(
     name = own.same(run_folder(preset, run, requested, kind, parts).name if own.first else "")
     folder = files.reports_root() / name
     if not own.first:
-        own.after_first(name)  # the others open what it has written down
+        own.after_first(name)  # others open what rank 0 wrote
     lock = FileLock(folder / "lock")
     files.make_folder(folder)
     if own.first:
@@ -312,15 +311,15 @@ def open_run(
         return opened
     except BaseException:
         lock.release()
-        if not (folder / "run.json").exists():  # nothing was begun: leave no empty folder behind
+        if not (folder / "run.json").exists():  # nothing started: leave no empty folder
             (folder / "lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # another program has put something there
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
         raise
 
 
 def _hold(lock: FileLock, name: str) -> bool:
-    """Take a run's lock; False where this process has it already. RunError where another process has."""
+    """Take a run's lock; False if this process holds it already. RunError if another process does."""
     if lock.is_locked:
         return False
     files.exclusive(lock, RunError(f"run '{name}' is being written by another process; wait for it or name another"))
@@ -333,9 +332,8 @@ def finished_run(
     overrides: Mapping[str, Any] | None = None,
     fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True,
 ) -> Path:
-    """Folder of a complete run: the named one, else the newest of the task of `preset` whose requested configuration
-    `fits`; where there is none, one is trained with `overrides`. Raises RunError for a name without a complete run.
-    """
+    """Folder of a complete run: the named one, else the newest of the task of `preset` whose request `fits`; if there
+    is none, one is trained with `overrides`. RunError if the named one is not complete."""
     if name:
         return complete_run(name)
     if folder := newest_complete(load_config(preset).task, fits):
@@ -347,13 +345,13 @@ def finished_run(
 
 
 def held_out_data(config: Config) -> Loader:
-    """The held-out rows of the data set that a configuration names. RunError where it has none."""
+    """The held-out rows of a configuration's data set. RunError if there are none."""
     spec = get_task(config.task)
     return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
 def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
-    """The held-out figures of a network (`tasks.load`) with their baselines; sample: on so many rows, 0 = all."""
+    """Held-out figures of a network (`tasks.load`) with baselines. sample: rows, 0 = all."""
     config: Config = net.task.config
     spec = get_task(config.task)
     return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
@@ -382,7 +380,7 @@ def _open(
         distributed.check_shardable(config, runtime, size)
     runtime.apply()
     task = spec.with_parts(spec.task(config), parts)
-    start = starts.start_of(folder, config, task, record)  # a name that is none is told before anything is tried
+    start = starts.start_of(folder, config, task, record)  # fail on a wrong name first
     before = record.get("teacher", {})
     teacher = spec.teacher(config, runtime, before)
     if teacher is not None:
@@ -394,7 +392,7 @@ def _open(
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:
             data.teacher = spec.teacher(config, data.runtime, {})
-    # A device that computes nonsense has been left by now: what is kept of a teacher is kept for good.
+    # After the self-test: the teacher's cached outputs are permanent.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     if data.runtime.compile:
         messages.append(f"compiled code is kept in {compiler.keep_code()}, where the next run finds it")

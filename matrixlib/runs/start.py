@@ -1,4 +1,4 @@
-"""What a run begins with: random weights or those of another network, its teacher, and the trainer of all that."""
+"""How a run starts: random or pretrained weights, its teacher, and its trainer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LISTED = 8  # names in a message
 
 @dataclass(frozen=True)
 class Start:
-    """Weights that a run begins with, by the names of its model's state. record, for run.json: `source` as it was asked
-    for, `sha256` of the file, names that are `new` here, so random, and names of the source that are `left_out`."""
+    """Initial weights by model state names. record, for run.json: `source` as requested, `sha256` of the file, names
+    that are `new` (random), and names of the source `left_out`."""
 
     tensors: Mapping[str, Tensor]
     record: dict[str, Any]
@@ -41,7 +41,7 @@ class Start:
 
 
 def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]) -> Start | None:
-    """The weights for a run without a checkpoint. RunError where they are other ones than when it began."""
+    """Initial weights of a run without a checkpoint. RunError if they changed since it started."""
     if not config.train.init or Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps():
         return None
     start = read_start(config, task)
@@ -50,16 +50,15 @@ def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]
 
 
 def refuse_other_weights(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
-    """RunError where weights have another SHA-256 than `record` says that the run began with."""
+    """RunError if the SHA-256 differs from the recorded one."""
     if problem := other_weights(what, sha256, record, f"run '{run}' began"):
         raise RunError(f"{problem}; give it another run name")
 
 
 def read_start(config: Config, task: Task) -> Start:
-    """The weights that `train.init` names: of a run (the best, averaged where it kept an average), of one of its
-    checkpoints, or of a file of Matrix0. ValueError names what does not fit, unless `train.init_partial` takes the
-    rest. What belongs to the training alone, such as a learned temperature, begins anew and counts on neither side.
-    """
+    """The weights of `train.init`: of a run (the best, averaged if available), a checkpoint, or a Matrix0 file.
+    ValueError names what does not fit, unless `train.init_partial`. Training-only tensors, such as a learned
+    temperature, are reinitialised and not counted."""
     source = config.train.init
     tensors, options, sha256, aside = _weights(source, config)
     model = task.build_model()
@@ -90,7 +89,7 @@ def read_start(config: Config, task: Task) -> Start:
 
 
 def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, str, set[str]]:
-    """(tensors, options of the network, SHA-256 of the tensors' file, names of those that are not of the network)."""
+    """(tensors, network options, SHA-256 of the tensors' file, names of training-only tensors)."""
     folder, named = find_run(source)
     if folder.is_file():
         net = open_file(folder, "cpu", False, config.task)
@@ -110,7 +109,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None) -> Trainer:
-    """The engine's trainer, where a run's newest checkpoint left it, or with the weights of `start`."""
+    """The engine's trainer, resumed from the newest checkpoint, or with the weights of `start`."""
     data.try_workers()
     config, teacher, steps = data.config, data.teacher, data.config.train.steps
     assert isinstance(steps, int)
@@ -144,10 +143,10 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
 
 
 def begin(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
-    """Before the first update, with the weights that rank 0 was given, if it was."""
+    """Before the first update: load rank 0's initial weights, if any."""
     if trainer.ranks.same(bool(given)):
         own = optim.named_tensors(trainer.model).items()
         tensors = {name: given.get(name, torch.empty(value.shape)).to(value.dtype) for name, value in own}
         trainer.ranks.broadcast(tensors.values())
         trainer.start_from(tensors)
-        trainer.save()  # so that a resumed run needs the source no more
+        trainer.save()  # a resumed run does not need the source

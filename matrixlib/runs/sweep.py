@@ -1,4 +1,4 @@
-"""Options of a sweep: which configurations are trained, alike; the search itself is Optuna's, in sweep.ipynb.
+"""Options and trials of a sweep; the search is Optuna's, in sweep.ipynb.
 
 reports/<sweep>/sweep.yaml        the options
 reports/<sweep>/optuna.log        the study: Optuna's journal
@@ -37,61 +37,49 @@ from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import get_task, load_config
 
 FIXED = ("task", "seed", "train.steps", "train.minutes", "arm", "compute")
-"""Keys that a sweep sets for all trials alike, or by options of its own."""
+"""Keys that are equal for all trials, or set by the sweep's own options."""
 HELD_OUT = ("data.source", "data.suspicious")
-"""Keys on which the held-out rows depend in every task."""
+"""Keys that change the held-out rows in every task."""
 LESS_IS_BETTER = ("loss", "kl", "nll")
-"""Last words of such figures; of others `highest` must say it."""
+"""Last words of figures to minimise; others need `highest`."""
 REASON_CHARACTERS = 2000
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"(log )?({_NUMBER})\.\.({_NUMBER})(?: in (\d+))?")
 
 
 class SweepError(ValueError):
-    """A sweep that cannot go on; says why and what to do."""
+    """A sweep cannot continue; says why and what to do."""
 
 
 class SweepConfig(Section):
-    """A sweep: arms, a space over keys of the configuration, or both, and how it is gone through.
+    """A sweep: arms, a search space over options, or both, and the method.
 
-    A trial is one configuration, trained with each of the seeds.
+    A trial is one configuration, trained with each seed.
     """
 
-    preset: str = option("demo", "preset of all trials, unless an arm or the space names others")
+    preset: str = option("demo", "preset of all trials, unless an arm or the space sets another")
     overrides: dict[str, Any] = option({}, "nested mapping over the preset of all trials")
-    arms: dict[str, dict[str, Any]] = option(
-        {}, "configurations by name: keys with their values, and a `preset` of their own"
-    )
+    arms: dict[str, dict[str, Any]] = option({}, "configurations by name: option values, optionally a `preset`")
     space: dict[str, Any] = option(
         {}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (of 5 points in a grid)"
     )
     method: Literal["grid", "random", "tpe", "staged"] = option(
         "grid",
-        "how the space is gone through; `tpe` learns from the results, `staged` takes the arms one after "
-        "the other and keeps those that help",
+        "how the space is searched; `tpe` adapts to results, `staged` adds the arms one by one and keeps "
+        "those that help",
     )
-    trials: CountOrZero = option(0, "configurations of `random` and `tpe`; a grid has its own number")
+    trials: CountOrZero = option(0, "number of trials of `random` and `tpe`")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = option(0, "first seed of each trial")
-    seeds: Count = option(1, "seeds of each trial, all with the same; from 2 on there are intervals")
+    seeds: Count = option(1, "seeds of each trial, equal for all; 2 or more give intervals")
     steps: CountOrZero = option(0, "updates of every run; 0 = as the presets say")
-    minutes: NonNegative = option(0.0, "minutes of every run in place of updates; 0 = by updates")
-    compute: tuple[Positive, ...] = option(
-        (), "floating-point operations of a run: every size is trained with each of these budgets"
-    )
-    equal: Literal["", "parameters", "flops"] = option(
-        "", "make the arms equal to the first one, by setting `width` in the others"
-    )
-    width: str = option("model.channels", "key of the whole number that `equal` sets")
-    measure: str = option(
-        "loss", "what a trial is judged by: `loss` (of the last full validation) or a held-out figure"
-    )
-    highest: bool = option(
-        False, "the greatest measure is the best one, not the least; to be given where `measure` is no loss"
-    )
-    prune: bool = option(
-        False, "end a trial whose validation loss (of the first seed) is above the median, from a third of the updates"
-    )
-    workers: Processes = option(1, "processes, which share the processor's threads and the GPUs")
+    minutes: NonNegative = option(0.0, "minutes of every run, instead of updates; 0 = by updates")
+    compute: tuple[Positive, ...] = option((), "compute budgets (FLOPs of a run): every size is trained with each")
+    equal: Literal["", "parameters", "flops"] = option("", "match the first arm by setting `width` in the others")
+    width: str = option("model.channels", "integer key that `equal` sets")
+    measure: str = option("loss", "objective: `loss` (last full validation) or a held-out figure")
+    highest: bool = option(False, "maximise `measure`; required unless it is a loss")
+    prune: bool = option(False, "median pruning by the first seed's validation loss, from a third of the updates on")
+    workers: Processes = option(1, "processes, which share threads and GPUs")
     fleet: Kind = option(
         "local",
         "`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
@@ -101,7 +89,7 @@ class SweepConfig(Section):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from low to high, whole where both ends are written so. points: in a grid, 0 where it does not say."""
+    """Numbers from low to high, integers if both ends are. points: in a grid, 0 if not given."""
 
     low: float
     high: float
@@ -137,7 +125,7 @@ def parse(key: str, values: Any) -> list[Any] | Range:
 
 
 def search_space(sweep: SweepConfig) -> dict[str, list[Any] | Range]:
-    """What varies, by key; the arms first (of a staged sweep each arm, on or off), the budgets of `compute` last."""
+    """What varies, by key: arms first (staged: each arm on or off), budgets of `compute` last."""
     if bad := [key for key in sweep.space if key in FIXED]:
         raise ConfigError(f"space: '{bad[0]}' is the same for all trials: see the options of a sweep")
     if sweep.method == "staged":
@@ -148,10 +136,9 @@ def search_space(sweep: SweepConfig) -> dict[str, list[Any] | Range]:
 
 
 def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: str = "auto") -> SweepConfig:
-    """Read a sweep's preset by name, from params/sweep/, or a YAML file by path. overrides: replace whole options.
+    """Read a sweep's preset by name from params/sweep/, or a YAML file by path. overrides: replace whole options.
 
-    Raises ConfigError: unknown keys, values that the configuration does not take, trials that would not be comparable;
-    SweepError without Optuna.
+    ConfigError for unknown keys, invalid values, or trials that are not comparable; SweepError without Optuna.
     """
     try:
         import optuna  # noqa: F401
@@ -203,34 +190,34 @@ def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: 
 
 
 def _refuse(name: str, problems: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first text that holds."""
+    """ConfigError with the first text whose condition holds."""
     for text, holds in problems.items():
         if holds:
             raise ConfigError(f"{name}: {text}")
 
 
 def attempt(train: bytes, number: int) -> tuple[str, str]:
-    """train(number), pickled by cloudpickle: the function of a cell reaches other processes so. Its (state, reason).
+    """train(number), pickled by cloudpickle, so that cell functions reach other processes. Returns (state, reason).
 
-    Whatever the configuration trips over is the trial's: ("failed", why). Ctrl-C, SIGTERM, a full disk, and folders
-    that cannot be written end the sweep.
+    Errors of a configuration fail the trial: ("failed", why). Ctrl-C, SIGTERM, a full disk and unwritable folders end
+    the sweep.
     """
     import cloudpickle
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"update \d+: ")  # they are in the run's metrics
+            warnings.filterwarnings("ignore", r"update \d+: ")  # already in the run's metrics
             return cloudpickle.loads(train)(number)
     except files.FolderError:
         raise
-    except Exception as error:  # noqa: BLE001 - of one configuration of many: its row says so
+    except Exception as error:  # noqa: BLE001 - recorded in the trial's row
         return "failed", " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
     finally:
-        gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
+        gc.collect()  # run and trainer are a reference cycle; free device memory
 
 
 def request(sweep: SweepConfig, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(preset, overrides) of the trial with these values, its budget with them."""
+    """(preset, overrides) of the trial with these values, including its budget."""
     preset, changes = sweep.preset, sweep.overrides
     arms = [values["arm"]] if "arm" in values else [arm for arm in sweep.arms if values.get(arm)]
     for arm in arms:
@@ -264,7 +251,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edges(space: Mapping[str, list[Any] | Range]) -> Iterator[dict[str, Any]]:
-    """Each value that can be listed, and each end of a range, the others at their first."""
+    """Each listed value and each range end, the others at their first."""
     ends = {key: [v.low, v.high] if isinstance(v, Range) else v for key, v in space.items()}
     for key, values in ends.items():
         for value in values:

@@ -1,7 +1,7 @@
-"""TensorBoard events of a run, made of its metrics.jsonl, which stays the truth.
+"""TensorBoard events of a run, derived from its metrics.jsonl.
 
-They are written anew whenever a run is opened with them, so a resumed run shows no updates twice and none that were
-rolled back. Needs the extra `tensorboard` (tensorboardX alone; to look at them: `pip install tensorboard`).
+Rewritten whenever a run is opened with them, so that resumed and rolled-back updates appear once. Needs the extra
+`tensorboard` (tensorboardX; for viewing: `pip install tensorboard`).
 """
 
 import os
@@ -21,12 +21,12 @@ NOT_SCALAR = ("step", "time", "verdict", "messages", "events", "updates")
 
 
 class Events:
-    """The event files of one run's folder. phases: what each phase of a curriculum is, in words."""
+    """Event files of one run. phases: description of each curriculum phase."""
 
     def __init__(
         self, folder: Path, rows: Iterable[Mapping[str, Any]] = (), phases: Mapping[int, str] | None = None
     ) -> None:
-        """Begin anew with the rows that there are. ValueError without tensorboardX."""
+        """Start with the existing rows. ValueError without tensorboardX."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
@@ -35,12 +35,12 @@ class Events:
             ) from None
         self.folder, self._phases, self._phase = folder / FOLDER, phases or {}, -1
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._writer = SummaryWriter(str(self.folder), purge_step=0)  # a viewer that is open forgets what was before
+        self._writer = SummaryWriter(str(self.folder), purge_step=0)  # open viewers drop older events
         for row in rows:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """One row of metrics.jsonl: its numbers as scalars; warnings, and a phase that begins, as text."""
+        """One row of metrics.jsonl: numbers as scalars; warnings and new phases as text."""
         step, when = int(row["step"]), datetime.fromisoformat(row["time"]).timestamp() if "time" in row else None
         for name, value in flatten({key: row[key] for key in row if key not in NOT_SCALAR}):
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -52,12 +52,12 @@ class Events:
             self._writer.add_text("warnings", text, update, walltime=when)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         self._writer.close()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: make the events of runs, by name or folder, that have been trained without them."""
+    """Command line: write events of trained runs, by name or folder."""
     for run in arguments:
         folder = Path(run) if os.path.isdir(run) else files.reports_root() / run
         if not os.path.isfile(folder / "metrics.jsonl"):

@@ -1,10 +1,10 @@
-"""How each run stands: training, validating, stalled, or ended and how, by its heartbeat.json and summary.json.
+"""Status of each run: training, validating, stalled, or how it ended, from heartbeat.json and summary.json.
 
-    python -m matrixlib.runs.watch                   the runs that began last
+    python -m matrixlib.runs.watch                   the newest runs
     python -m matrixlib.runs.watch RUN               one run (name or folder), or several
-    python -m matrixlib.runs.watch --every 60        the same again every minute, until Ctrl-C
+    python -m matrixlib.runs.watch --every 60        repeat every minute, until Ctrl-C
 
-The exit code is 1 where a run is stalled.
+Exit code 1 if a run is stalled.
 """
 
 import argparse
@@ -25,24 +25,24 @@ from matrixlib import files
 from matrixlib.progress import clock_time, duration
 
 STALL_SECONDS = 300.0
-"""Without a heartbeat for so long a run is stalled, unless its updates, or its heartbeats, are further apart."""
+"""Seconds without a heartbeat until a run counts as stalled, unless its updates or heartbeats are slower."""
 STALL_UPDATES = 10.0
-"""A run is not stalled for as long as it took for so many of its updates."""
+"""A run is not stalled within the time of this many updates."""
 UNDER_WAY = ("training", "validating", "evaluating", "stalled", "gone")
-"""Words for runs that have not come to an end of their own."""
-SHOWN = 20  # runs at most without names
+"""Statuses of unfinished runs."""
+SHOWN = 20  # most runs without names
 
 
 class Standing(NamedTuple):
-    """How a run stands. word: begun, training, validating, evaluating, stalled, gone, stopped, complete, halted, failed
-    or interrupted; text: the same with what there is to say about it."""
+    """Status of a run. word: begun, training, validating, evaluating, stalled, gone, stopped, complete, halted, failed
+    or interrupted; text: with details."""
 
     word: str
     text: str
 
 
 class Heartbeat(BaseModel):
-    """heartbeat.json, as the trainer writes it. interval: seconds between two of them."""
+    """heartbeat.json as written by the trainer. interval: seconds between heartbeats."""
 
     time: AwareDatetime
     host: str
@@ -58,12 +58,12 @@ class Heartbeat(BaseModel):
         return f"update {self.step:,} of {self.steps:,}" if self.steps else f"{self.step:,} updates"
 
     def process_lives(self) -> bool:
-        """Whether the process that wrote it is there; True where that cannot be known, as it is another machine's."""
+        """Whether its process exists; True if unknown, on another machine."""
         if self.host != platform.node():
             return True
         try:
             process = psutil.Process(self.pid)
-            # another one may have been given its number
+            # the process id may have been reused
             return process.create_time() <= self.time.timestamp() + 1 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.AccessDenied:
             return True
@@ -72,10 +72,10 @@ class Heartbeat(BaseModel):
 
 
 def standing(folder: Path, now: datetime | None = None) -> Standing:
-    """How the run in `folder` stands, of what its files say that are whole. now: UTC, for tests."""
+    """Status of the run in `folder` by its readable files. now: UTC, for tests."""
     now = now or datetime.now(UTC)
     summary, beat = _object(folder / "summary.json"), None
-    with contextlib.suppress(ValueError):  # none, or a damaged one
+    with contextlib.suppress(ValueError):  # missing or damaged
         beat = Heartbeat.model_validate(_object(folder / "heartbeat.json"))
     ended = str(summary.get("ended", ""))
     if beat is not None and beat.phase != "stopped" and (not ended or beat.time > datetime.fromisoformat(ended)):
@@ -92,20 +92,20 @@ def standing(folder: Path, now: datetime | None = None) -> Standing:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Folders that hold a run or the verdict of a notebook, the one that began last first."""
+    """Folders of runs and of notebooks' verdicts, newest first."""
     folders = {path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")}
     started = {folder: str(_object(folder / "run.json").get("started", "")) for folder in folders}
     return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
 
 
 def _alive(beat: Heartbeat, age: float) -> Standing:
-    """Of a run whose last heartbeat, so many seconds ago, is not that of its end."""
+    """Status of a run whose last heartbeat, `age` seconds ago, is not its end."""
     if not beat.process_lives():
         ago = duration(max(age, 0.0))
         text = f"gone without a word {ago} ago after {beat.updates}: killed, or out of memory; the same command goes on"
         return Standing("gone", text)
     doing = {"validation": "validating", "evaluation": "evaluating"}.get(beat.phase, "training")
-    # no heartbeats come while the end is evaluated
+    # no heartbeats during the final evaluation
     patience = max(STALL_SECONDS, STALL_UPDATES * beat.step_seconds, 3 * beat.interval)
     if age > patience and doing != "evaluating":
         return Standing("stalled", f"stalled for {duration(age)} ({doing}) after {beat.updates}")
@@ -116,15 +116,15 @@ def _alive(beat: Heartbeat, age: float) -> Standing:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none that can be read: a watcher looks at what may be half there."""
+    """A JSON object; {} if unreadable, as files may be half-written."""
     try:
         return files.read_json(path)
-    except (ValueError, OSError):  # OSError: a folder that may not be looked into
+    except (ValueError, OSError):  # OSError: no permission
         return {}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: a line for each run."""
+    """Command line: one line a run."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.runs.watch", description="How each run stands.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="name or folder; without any, those that began last")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")
