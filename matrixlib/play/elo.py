@@ -1,7 +1,7 @@
-"""Elo with error bars from pairs of games, a sequential test, and a rating table of several players.
+"""Elo with confidence intervals from game pairs, a sequential test, and rating tables.
 
-The games of a pair start from one opening with sides swapped and are not independent: statistics count pairs (the
-pentanomial model). Scores are those of the first player.
+The two games of a pair share an opening with colours swapped and are not independent: statistics count pairs
+(pentanomial model). Scores are the first player's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from matrixlib.config import Real, Section, option
 if TYPE_CHECKING:
     import pandas as pd
 
-PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair, as the mean of its two games
+PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair: mean of its games
 Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
 CONFIDENCE = 0.95  # of intervals
 
 
 def expected_score(elo: float) -> float:
-    """Points a game expected of a player so much stronger (logistic)."""
+    """Expected points a game for a player stronger by `elo` (logistic)."""
     return 1 / (1 + 10 ** (-elo / 400))
 
 
@@ -40,11 +40,11 @@ def elo_of(score: float) -> float:
 
 
 def rating(pairs: Counts) -> Rating:
-    """The rating of the first player, from the results of pairs; ValueError without any.
+    """The first player's rating from pair results; ValueError without any.
 
-    The interval is Wilson's (1927, https://doi.org/10.1080/01621459.1927.10502953), for as many decided games as would
-    have the variance of the pairs plus one pair of decided games, lest a few equal pairs look like certainty; the
-    quantile is Student's. Of a match that a sequential test has ended the estimate is biased away from 0.
+    Wilson's interval (1927, https://doi.org/10.1080/01621459.1927.10502953) with Student's quantile, for as many
+    decisive games as have the pairs' variance plus one pair of decisive games, so that a few equal pairs do not look
+    certain. Biased away from 0 if a sequential test ended the match.
     """
     from scipy.stats import t  # takes a second to import
 
@@ -70,18 +70,18 @@ def rating(pairs: Counts) -> Rating:
 
 
 def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0) -> pd.DataFrame:
-    """Ratings of several players, best first, from the pairs (5,) of each match (first player, second player).
+    """Ratings of several players, best first, from the pair results (5,) of each match (first player, second player).
 
-    A row a player: games, score, elo against the mean of all, and low and high of its 95 % interval (bootstrap over
-    pairs). Bradley-Terry strengths (a draw is half a point each), with one drawn pair added between players that met,
-    so that they are finite. ValueError where some players are linked to the others by no match.
+    A row a player: games, score, elo against the mean, low and high of its 95 % interval (bootstrap over pairs).
+    Bradley-Terry strengths (draws are half points), with one drawn pair added between opponents so that they are
+    finite. ValueError if matches do not connect all players.
     """
     import pandas as pd
 
     names = sorted({name for players in matches for name in players})
     row = {name: i for i, name in enumerate(names)}
     rng = np.random.default_rng(seed)
-    points = np.zeros((samples + 1, len(names), len(names)))  # of i against j: as it was, then resampled
+    points = np.zeros((samples + 1, len(names), len(names)))  # of i against j: observed, then resampled
     for (one, other), pairs in matches.items():
         counts = _counts(pairs)
         n = int(counts.sum())
@@ -116,8 +116,8 @@ def _counts(pairs: Counts) -> NDArray[np.float64]:
 
 
 def _likeliest(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
-    """Log of the likeliest probabilities (5,) with the mean of an Elo difference: p_i = f_i / (1 + x * d_i), with the
-    observed shares f, distances d of the scores from that mean, and by bisection the x with sum(d_i * p_i) = 0."""
+    """Log of the maximum-likelihood probabilities (5,) whose mean is that of an Elo difference: p_i = f_i / (1 + x *
+    d_i), with observed frequencies f, score distances d from the mean, and x by bisection of sum(d_i * p_i) = 0."""
     shares, distance = counts / counts.sum(), PAIR_SCORES - expected_score(elo)
     low, high = -1 / distance[-1], -1 / distance[0]
     for _ in range(100):
@@ -131,9 +131,9 @@ def _likeliest(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Rating:
-    """Elo difference of the first player to the second, with its 95 % interval; infinite at scores of 0 and 1.
+    """Elo difference of the first to the second player with its 95 % interval; infinite at scores 0 and 1.
 
-    score: points a game. superiority: likelihood that the first is the stronger one.
+    score: points a game. superiority: probability that the first is stronger.
     """
 
     games: int
@@ -148,12 +148,12 @@ class Rating:
 
 
 class Sprt(Section):
-    """Sequential test of "elo1 stronger" (H1) against "elo0 stronger" (H0), Wald 1945, with pairs as observations."""
+    """Sequential probability ratio test of elo1 (H1) against elo0 (H0), Wald 1945, with pairs as observations."""
 
-    elo0: Real = option(0.0, "SPRT: no better than this is refused ...")
-    elo1: Real = option(50.0, "... at least so much better is promoted")
-    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = option(0.05, "share of wrong promotions allowed")
-    beta: Annotated[Real, Field(gt=0, lt=0.5)] = option(0.05, "share of wrong refusals allowed")
+    elo0: Real = option(0.0, "SPRT: H0, no stronger than this")
+    elo1: Real = option(50.0, "SPRT: H1, at least this much stronger")
+    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = option(0.05, "SPRT: rate of false promotions")
+    beta: Annotated[Real, Field(gt=0, lt=0.5)] = option(0.05, "SPRT: rate of false rejections")
 
     @model_validator(mode="after")
     def _ordered(self) -> Sprt:
@@ -162,12 +162,12 @@ class Sprt(Section):
         return self
 
     def ratio(self, pairs: Counts) -> float:
-        """Log-likelihood ratio of H1 to H0, each with the likeliest distribution of its mean (generalised SPRT)."""
-        counts = np.maximum(_counts(pairs), 1e-3)  # an outcome that has not come yet is not impossible
+        """Log-likelihood ratio of H1 to H0, each with its maximum-likelihood distribution (generalised SPRT)."""
+        counts = np.maximum(_counts(pairs), 1e-3)  # unseen outcomes are not impossible
         return float(counts @ (_likeliest(counts, self.elo1) - _likeliest(counts, self.elo0)))
 
     def decision(self, pairs: Counts) -> bool | None:
-        """True H1, False H0, None undecided (as without pairs)."""
+        """True: H1, False: H0, None: undecided (or no pairs)."""
         if not np.sum(pairs):
             return None
         low, high = math.log(self.beta / (1 - self.alpha)), math.log((1 - self.beta) / self.alpha)

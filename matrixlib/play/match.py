@@ -1,4 +1,4 @@
-"""Matches: paired games from one opening with sides swapped, between players that are functions of their games."""
+"""Matches: game pairs from one opening with colours swapped. Players are functions of their games."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from matrixlib.play.game import Game, GameRecord, Moves, States
 from matrixlib.play.search import Evaluate, Search, SearchOptions
 
 Player: TypeAlias = "Callable[[Turn], Choice]"
-TRIES = 50  # random games for each opening, before there are held to be too few
+TRIES = 50  # random games for each opening before giving up
 
 
 def random_player(game: Game, seed: int) -> Player:
-    """Plays any legal move; in a game of a number always the same ones."""
+    """Plays random legal moves, a function of seed and game number."""
 
     def play(turn: Turn) -> Choice:
         moves, offsets = game.legal(turn.states)
@@ -34,7 +34,7 @@ def random_player(game: Game, seed: int) -> Player:
 
 
 def search_player(game: Game, evaluate: Evaluate, simulations: int, options: SearchOptions | None = None) -> Player:
-    """Plays the best move of a search without noise; comments: value for the side to move, and simulations."""
+    """Plays the best move of a noise-free search; comments: value for the side to move, simulations."""
 
     def play(turn: Turn) -> Choice:
         search = Search(game, evaluate, options, trees=len(turn.games))
@@ -48,9 +48,9 @@ def search_player(game: Game, evaluate: Evaluate, simulations: int, options: Sea
 
 
 def random_openings(game: Game, count: int, seed: int | Sequence[int], plies: int) -> States:
-    """(count,) different positions after so many random moves, none of them the end of a game.
+    """(count,) distinct positions after `plies` random moves, none terminal.
 
-    ValueError where a game is too small for so many.
+    ValueError if the game has too few.
     """
     if not count:
         return game.initial(0)
@@ -82,9 +82,9 @@ def play_pairs(
     names: tuple[str, str] = ("first", "second"),
     start: int = 0,
 ) -> Match:
-    """Two games from each opening (P,), all in lock-step; a game of `plies` half moves is a draw.
+    """Two games from each opening (P,), in lock-step; a game of `plies` plies is a draw.
 
-    start: number of the first game. ValueError if an opening is the end of a game, or a move is not legal.
+    start: number of the first game. ValueError for a terminal opening or an illegal move.
     """
     states, count = np.repeat(openings, 2), 2 * len(openings)
     moves: list[list[int]] = [[] for _ in range(count)]
@@ -106,7 +106,7 @@ def play_pairs(
         live = live[~over]
         if ply == plies or not len(live):
             break
-        for second_moves, player in enumerate((first, second)):  # the first player begins each other game
+        for second_moves, player in enumerate((first, second)):  # the first player starts every other game
             games = live[(live + ply) % 2 == second_moves]
             if not len(games):
                 continue
@@ -134,13 +134,11 @@ def play_pairs(
 class MatchOptions(Sprt):
     """Matches of a candidate against the best network."""
 
-    pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(
-        64, "at most so many pairs of games, each from one opening with sides swapped"
-    )
-    batch: Count = option(16, "pairs played at once; the test looks after each batch")
+    pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(64, "most pairs of games (one opening, colours swapped)")
+    batch: Count = option(16, "pairs played at once; SPRT is tested after each batch")
     num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
     random_plies: Annotated[int, Field(ge=3)] = option(
-        6, "random plies of an opening; fewer than 3 give too few different ones"
+        6, "random plies of an opening; below 3 there are too few openings"
     )
     plies: Count = option(240, "longer games are drawn")
     anchor_pairs: Annotated[int, Field(ge=0, le=1 << 20)] = option(
@@ -150,8 +148,8 @@ class MatchOptions(Sprt):
 
 @dataclass(frozen=True)
 class Turn:
-    """Games in which a player is to move: their numbers (N,), states (N,), the keys of the states before each, those
-    states, and the moves made in them, in the order of the game."""
+    """Games in which a player is to move: numbers (N,), states (N,), keys of earlier states, those states, and their
+    moves, in game order."""
 
     games: NDArray[np.int64]
     states: States
@@ -162,7 +160,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Choice:
-    """A move for each game of a turn, and a comment for the record of each (or none at all)."""
+    """A move for each game of a turn, and optionally a comment for each."""
 
     moves: Moves
     comments: Sequence[str] = ()
@@ -170,16 +168,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Match:
-    """The games of a match, two of a pair after each other: in the first of them the first player moves first."""
+    """Games of a match, pairs adjacent: the first player moves first in the first game of a pair."""
 
     games: tuple[GameRecord, ...]
 
     def scores(self) -> NDArray[np.float64]:
-        """Points (games,) of the first player."""
+        """(games,) points of the first player."""
         results = np.array([game.result for game in self.games], np.float64)
         return (1 + results * np.where(np.arange(len(results)) % 2, -1, 1)) / 2
 
     def pairs(self) -> NDArray[np.int64]:
-        """(5,) how many pairs scored 0, 1/2, 1, 3/2 and 2 points."""
+        """(5,) number of pairs that scored 0, 1/2, 1, 3/2 and 2 points."""
         points = self.scores().reshape(-1, 2).sum(1)
         return np.bincount((2 * points).astype(np.int64), minlength=5)

@@ -1,8 +1,8 @@
 """Monte-Carlo tree search over a Game, hundreds of trees in lock-step.
 
-In each round every tree selects up to `leaves` leaves (with virtual loss, so that they differ); all are evaluated in
-one batch, and the values are backed up. Moves are selected by PUCT (Silver et al. 2018), at the root on request by
-sequential halving over Gumbel-perturbed moves (Danihelka et al. 2022). Options are named as in mctx.
+In each round every tree selects up to `leaves` leaves (virtual loss separates them); all are evaluated in one batch,
+and values are backed up. Selection is PUCT (Silver et al. 2018); at the root optionally sequential halving with Gumbel
+noise (Danihelka et al. 2022). Options are named as in mctx.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ Evaluate: TypeAlias = Callable[..., tuple[Values, Values]]
 in [-1, 1] for the sides to move). One with an attribute `history` above 0 is also given, as the fourth argument, the
 `Past` of so many plies before each state."""
 
-MOST_PLIES = 256  # of a principal variation
+MOST_PLIES = 256  # longest principal variation
 
 
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
-    """The ragged rows (N,) to keep."""
+    """Ragged rows (N,) to keep."""
     counts = np.diff(offsets)
     return moves[np.repeat(keep, counts)], np.concatenate([[0], counts[keep].cumsum()])
 
 
 class Evaluator:
-    """What a network says of states of its game: priors are the softmax over the legal moves alone, the value is the
-    expected result from the side to move. history: plies before a state that the network looks at.
+    """Network evaluation of game states: priors are the softmax over legal moves, the value is the expected result for
+    the side to move. history: number of earlier plies the network needs.
 
-    net: an `engine.network.Network`. Its task's `inputs(states, moves, offsets)` gives the arrays that its `predict`
-    takes, `policy_index` (B, L) among them; where the task has a `history` above 0, `inputs` takes a `Past`, too.
+    net: an `engine.network.Network`. Its task's `inputs(states, moves, offsets)` gives the arrays of its `predict`,
+    including `policy_index` (B, L); if the task has a `history`, `inputs` also takes a `Past`.
     """
 
     def __init__(self, net: Any) -> None:
@@ -47,9 +47,9 @@ class Evaluator:
     def __call__(
         self, states: States, moves: Moves, offsets: Offsets, past: Past | None = None
     ) -> tuple[Values, Values]:
-        """Priors (K,) and values (N,) of states (N,) with their legal moves (K,) at offsets (N + 1,).
+        """Priors (K,) and values (N,) of states (N,) with legal moves (K,) at offsets (N + 1,).
 
-        past: what came before; without it a network that looks at it fills it up by its own rule.
+        past: history; without it the network fills it by its own rule.
         """
         if not len(states):
             return np.empty(0, np.float32), np.empty(0, np.float32)
@@ -69,32 +69,31 @@ class SearchOptions(Section):
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
-    pb_c_base: Positive = option(19652.0, "visits at which exploration begins to grow")
+    pb_c_base: Positive = option(19652.0, "visits at which exploration starts to grow")
     fpu_reduction: Real = option(
         0.3, "first-play urgency (FPU): value of an untried move below its parent's, per square root of the prior tried"
     )
-    virtual_loss: NonNegative = option(1.0, "virtual loss of each visit under way")
+    virtual_loss: NonNegative = option(1.0, "virtual loss of each pending visit")
     dirichlet_alpha_total: Positive = option(
         10.0, "Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves"
     )
-    dirichlet_fraction: Fraction = option(0.25, "share of that noise in the root's priors")
-    max_num_considered_actions: CountOrZero = option(0, "root moves of a Gumbel search; 0 = PUCT")
+    dirichlet_fraction: Fraction = option(0.25, "share of noise in the root's priors")
+    max_num_considered_actions: CountOrZero = option(0, "root moves considered by a Gumbel search; 0 = PUCT")
     maxvisit_init: NonNegative = option(
         50.0, "visits added to the most visited move's in a Gumbel search's value scale"
     )
-    value_scale: NonNegative = option(1.0, "factor of that scale")
-    look_ahead: bool = option(True, "recognise moves that end the game where their position is expanded")
+    value_scale: NonNegative = option(1.0, "factor of the value scale")
+    look_ahead: bool = option(True, "detect moves that end the game when their position is expanded")
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search makes of a position, from the side to move. Arrays (K,) over the legal moves, ascending.
+    """Search result for a position, for the side to move. Arrays (K,) over the legal moves, ascending.
 
-    prior: the evaluator's, without noise. visits: with those of reused subtrees. values: average or proven value
-    of each move, NaN if it was never tried. plies: to the end of the game where that is proven, else 0. policy: what
-    the search makes of the prior, a training target: visits (PUCT) or the improved policy (Gumbel), nothing on lost
-    moves, all on the best one where it wins for sure. value: of the position. proven: whether that is exact. line:
-    principal variation, the best move first.
+    prior: the evaluator's, without noise. visits: including reused subtrees. values: mean or proven value of each move,
+    NaN if unvisited. plies: to the end of the game if proven, else 0. policy: training target: visits (PUCT) or the
+    improved policy (Gumbel), 0 on lost moves, all on the best move of a proven win. value: of the position. proven:
+    whether it is exact. line: principal variation, best move first.
     """
 
     moves: I32
@@ -111,8 +110,8 @@ class SearchResult:
 
 
 class Search:
-    """Trees over one game and one evaluator, numbered from 0, searched together. A result is a pure function of its
-    state, the history and moves it was given, `seed`, its `stream` and the options, whatever the other trees are."""
+    """Trees over one game and one evaluator, by number from 0, searched together. A result is a pure function of state,
+    history, moves, `seed`, `stream` and options, whatever the other trees are."""
 
     def __init__(
         self, game: Game, evaluate: Evaluate, options: SearchOptions | None = None, trees: int = 1, seed: int = 0
@@ -130,7 +129,7 @@ class Search:
         self._plies = np.zeros(trees, np.int64)
         self._streams = np.arange(trees)
         self._only: list[tuple[int, ...]] = [()] * trees
-        self._stale = False  # whether there may be nodes that no root leads to
+        self._stale = False  # whether unreachable nodes may exist
 
     def reset(
         self,
@@ -141,10 +140,10 @@ class Search:
         only: Sequence[int] = (),
         past: States | None = None,
     ) -> None:
-        """Put a tree at a state (1,) without what it knew. history: keys of the game's states before it; without it
-        only positions from this one on are seen to repeat. stream: number of the random stream; the tree's own number
-        unless given. only: the legal moves to consider in this state; all unless given. past: the last of the states
-        before it, in the order of the game, for an evaluator that looks at them."""
+        """Set a tree to a state (1,), dropping its nodes. history: keys of the game's earlier states; without it
+        repetitions count from this position on. stream: number of the random stream, default the tree's. only: legal
+        moves to consider at the root, default all. past: latest earlier states in game order, for evaluators with
+        history."""
         keys = np.zeros(0, np.uint64) if history is None else history
         if len(keys):
             state = self.game.repeat(state, np.array([(keys == self.game.key(state)).sum()], np.int32))
@@ -160,7 +159,7 @@ class Search:
         self._history[tree, : len(keys)] = keys
 
     def advance(self, trees: Sequence[int], moves: Sequence[int]) -> None:
-        """Play a move in each of the trees and keep what is known about the position that arises."""
+        """Play a move in each of the trees, keeping the subtree."""
         rows = np.asarray(trees, np.int64)
         self._lengthen(int(self._plies[rows].max(initial=0)) + 1)
         self._history[rows, self._plies[rows]] = self.game.key(self.states[rows])
@@ -180,7 +179,7 @@ class Search:
             if self._roots[tree] >= 0:
                 edges = self._root_edges(tree)
                 child = self.pool.child[edges][self.pool.move[edges] == move]
-                self._roots[tree] = child[0] if len(child) else -1  # a root of few moves may lack this one
+                self._roots[tree] = child[0] if len(child) else -1  # a restricted root may lack this move
 
     def run(
         self,
@@ -189,11 +188,11 @@ class Search:
         noise: bool | Sequence[bool] = False,
         until: Callable[[], bool] | None = None,
     ) -> list[SearchResult]:
-        """Search the trees (all unless given), each for a number of further simulations.
+        """Search the trees (default all), each for a number of further simulations.
 
-        noise: explore at the root (Dirichlet or Gumbel noise), for self-play; without it nothing is random.
-        until: called before every round, whether to stop early. ValueError if a tree's game is over. After any other
-        error, such as one of the evaluator, the trees know nothing.
+        noise: exploration at the root (Dirichlet or Gumbel), for self-play; without it nothing is random. until: called
+        before every round; True stops early. ValueError if a tree's game is over. After other errors, such as the
+        evaluator's, trees are empty.
         """
         rows = np.arange(self.trees, dtype=np.int32) if trees is None else np.asarray(trees, np.int32)
         budget = np.zeros(len(rows), np.int64) + np.asarray(simulations, np.int64)
@@ -220,33 +219,33 @@ class Search:
                     break
                 self._visit(out[:n])
         except BaseException:
-            self._roots[rows], self._stale = -1, True  # visits are under way, and the priors have noise
+            self._roots[rows], self._stale = -1, True  # pending visits, and noisy priors
             raise
         for tree, prior in zip(rows, priors, strict=True):
             self.pool.prior[self._root_edges(tree)] = prior
         return [self._result(int(t), priors[i], logits[i], base[i], int(done[i])) for i, t in enumerate(rows)]
 
     def line(self, tree: int, move: int) -> tuple[int, ...]:
-        """Principal variation that starts with a move of the tree's root; for a tree that was searched."""
+        """Principal variation starting with a move of a searched tree's root."""
         edges = self._root_edges(tree)
         return self._line_from(edges.start + int((self.pool.move[edges] == move).argmax()))
 
     @property
     def bytes(self) -> int:
-        """Memory that the trees take, at most: twice what they need, for the arrays are doubled when they are full."""
+        """Upper bound of the trees' memory: twice the need, as arrays double when full."""
         sizes = [array.itemsize for array in self.pool]
         node = sum(sizes[: kernels.OF_NODES]) + self._node_states.itemsize
         return 2 * (self.nodes * node + self.edges * sum(sizes[kernels.OF_NODES :]))
 
     def trim(self) -> None:
-        """Forget the less visited half of the nodes, about; what their visits have said stays with their edges."""
+        """Drop about the less visited half of the nodes; their statistics stay in their edges."""
         self._prune()
         visits = self.pool.visits[self.pool.parent_edge[: self.nodes]]
         self._stale = True
         self._prune(int(np.median(visits)) + 1)
 
     def _root_edges(self, tree: int) -> slice:
-        """The edges of a tree's root."""
+        """Edges of a tree's root."""
         root = self._roots[tree]
         first = int(self.pool.first_edge[root])
         return slice(first, first + int(self.pool.num_edges[root]))
@@ -257,7 +256,7 @@ class Search:
             self._history = np.pad(self._history, ((0, 0), (0, max(missing, self._history.shape[1]))))
 
     def _prune(self, visits: int = 0) -> None:
-        """Drop what no root leads to any more, by edges of so many visits."""
+        """Drop nodes not reachable from roots by edges with at least `visits` visits."""
         if not self._stale:
             return
         self._stale = False
@@ -266,7 +265,7 @@ class Search:
         self._node_states[: self.nodes] = self._node_states[:before][moved >= 0]
 
     def _plant(self, trees: I32) -> None:
-        """Expand roots; the evaluator is called even where tables know the value."""
+        """Expand roots; evaluates even where tables know the value."""
         if not len(trees):
             return
         states = self.states[trees]
@@ -290,7 +289,7 @@ class Search:
     def _prepare(
         self, i: int, tree: int, prior: F32, budget: int, noisy: bool, logits: F64, base: I32, schedule: I32
     ) -> None:
-        """Noise of a root, and the row i of what a Gumbel search needs."""
+        """Noise of a root, and row i of the Gumbel search's state."""
         o, count, edges = self.options, len(prior), self._root_edges(tree)
         if noisy:
             rng = np.random.default_rng([self.seed, self._streams[tree], self._plies[tree]])
@@ -305,7 +304,7 @@ class Search:
             self.pool.prior[edges] = (1 - o.dirichlet_fraction) * prior + o.dirichlet_fraction * noise
 
     def _visit(self, leaf: I32) -> None:
-        """Make the positions of selected leaves; settle those whose value is exact, evaluate and expand the others."""
+        """Create the positions of selected leaves; settle exact ones, evaluate and expand the others."""
         game, p = self.game, self.pool
         states = game.play(self._node_states[leaf[:, 1]], p.move[leaf[:, 0]])
         keys = game.key(states)
@@ -320,7 +319,7 @@ class Search:
         moves, offsets = _rows(live, moves, offsets)
         endings = self._endings(states[live], moves, offsets)
         if not np.isnan(endings).all():
-            # A move that wins, or the best where every move ends the game, is the value of the position.
+            # A winning move, or the best if every move ends the game, gives the position's value.
             best, whole = (f.reduceat(endings, offsets[:-1]) for f in (np.fmax, np.maximum))
             known = (best >= 1) | ~np.isnan(whole)
             ahead = np.flatnonzero(live)[known]
@@ -337,7 +336,7 @@ class Search:
         return self.game.endings(states, moves, offsets)
 
     def _add(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values) -> None:
-        """Evaluate states, which have legal moves, and make nodes of them."""
+        """Evaluate states with legal moves and create nodes."""
         before = (self._before(leaf),) if self._past.states.shape[1] else ()
         priors, values = self.evaluate(states, moves, offsets, *before)
         if priors.shape != moves.shape or values.shape != leaf[:, 0].shape:
@@ -352,7 +351,7 @@ class Search:
         self.edges += len(moves)
 
     def _before(self, leaf: I32) -> Past:
-        """What came before the states of leaves: the nodes on their way from the root, then what came before that."""
+        """History of leaves: nodes on the path from the root, then the game's."""
         game = self._past.states[leaf[:, 2]]
         states, depth = game.copy(), game.shape[1]
         node, ways = leaf[:, 1].copy(), np.zeros(len(leaf), np.int64)
@@ -389,7 +388,7 @@ class Search:
             policy = np.exp(scores - scores.max())
         else:
             policy = visits.astype(np.float64) if visits.any() else prior.astype(np.float64)
-        if p.low[tree] == p.high[tree] == -1:  # won for sure
+        if p.low[tree] == p.high[tree] == -1:  # proven win
             policy = np.zeros(len(prior))
             policy[best] = 1
         elif high.max() > -1:

@@ -1,6 +1,6 @@
-"""Games of a search against itself, many in lock-step, as material for training.
+"""Self-play games, many in lock-step, as training data.
 
-A game is a pure function of the seed, its number, the options and the evaluator, whatever is played beside it.
+A game is a pure function of seed, number, options and evaluator, whatever is played beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def play_games(
     search_options: SearchOptions | None = None,
     seed: int = 0,
 ) -> Iterator[Trace]:
-    """Play the games of these numbers and yield each when it is finished."""
+    """Play the games of these numbers; yields each when finished."""
     search = Search(game, evaluate, search_options, options.parallel, seed)
     waiting = iter(numbers)
     running: dict[int, _GameInProgress] = {}
@@ -52,7 +52,7 @@ def play_games(
 
 
 def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> tuple[States, NDArray[np.uint64]]:
-    """A state after random plies, as far as the game goes on; and the keys of the states before it."""
+    """A state after random plies, stopping before the game's end; and keys of earlier states."""
     state, keys = game.initial(1), list[np.uint64]()
     low, high = options.random_plies
     for _ in range(rng.integers(low, high + 1)):
@@ -86,14 +86,14 @@ def _move(search: Search, slots: list[int], games: list[_GameInProgress], option
 
 
 def draw_move(result: SearchResult, temperature: float, rng: np.random.Generator) -> int:
-    """A move by its share of the search's policy, to the power 1 / temperature."""
+    """A move drawn from the search's policy to the power 1 / temperature."""
     logits = np.log(np.maximum(result.policy, np.finfo(np.float32).tiny).astype(np.float64)) / temperature
     weights = np.where(result.policy > 0, np.exp(logits - logits.max()), 0)
     return int(rng.choice(result.moves, p=weights / weights.sum()))
 
 
 def _trace(game: _GameInProgress, value: float, options: SelfPlayOptions) -> Trace | None:
-    """The game, if it is over; value: for the side to move now, NaN while the rules let it go on."""
+    """The finished game, or None. value: for the side to move, NaN while the rules let it go on."""
     plies = len(game.moves)
     result: float | None
     if not np.isnan(value):
@@ -123,27 +123,25 @@ def _trace(game: _GameInProgress, value: float, options: SelfPlayOptions) -> Tra
 class SelfPlayOptions(Section):
     """How games are played.
 
-    A full search explores and is learned from; with probability 1 - full_share a move gets a quick one without noise
-    instead (playout-cap randomisation, Wu 2019). Moves of both are drawn from the search's policy: visits (PUCT) or the
+    A full search explores and is a training position; with probability 1 - full_share a move gets a quick search
+    without noise (playout cap randomisation, Wu 2019). Moves are drawn from the search's policy, visits (PUCT) or
     improved policy (Gumbel), to the power 1 / temperature.
     """
 
     parallel: Count = option(256, "games at a time")
-    num_simulations: Count = option(32, "simulations of a full search, which is learned from")
-    num_quick_simulations: Count = option(8, "simulations of a quick search, which is only played")
+    num_simulations: Count = option(32, "simulations of a full search (a training position)")
+    num_quick_simulations: Count = option(8, "simulations of a quick search (not a training position)")
     full_share: Annotated[Real, Field(gt=0, le=1)] = option(1.0, "share of the moves with a full search")
     temperature: NonNegative = option(
-        1.0, "of the draw among the search's policy^(1 / temperature) in the first plies; 0 = the best move"
+        1.0, "temperature of the first plies: moves are drawn from policy^(1 / temperature); 0 = best move"
     )
-    temperature_plies: CountOrZero = option(30, "plies until which that holds")
-    late_temperature: NonNegative = option(0.0, "temperature after them")
-    random_plies: tuple[CountOrZero, CountOrZero] = option(
-        (0, 0), "fewest and most plies drawn at random before the search takes over"
-    )
+    temperature_plies: CountOrZero = option(30, "number of first plies")
+    late_temperature: NonNegative = option(0.0, "temperature of later plies")
+    random_plies: tuple[CountOrZero, CountOrZero] = option((0, 0), "fewest and most random plies at the start")
     plies: Count = option(400, "longer games end without a result")
-    resign_below: Annotated[Real, Field(ge=-1, lt=0)] = option(-1.0, "value below which a side gives up; -1 never")
-    resign_moves: Count = option(3, "own moves in a row with such a value")
-    play_out: Fraction = option(0.1, "share of the games in which nobody gives up, to see how often it is wrong")
+    resign_below: Annotated[Real, Field(ge=-1, lt=0)] = option(-1.0, "resign below this value; -1 = never")
+    resign_moves: Count = option(3, "own moves in a row below it before resigning")
+    play_out: Fraction = option(0.1, "share of games without resignation, to measure false resignations")
 
     @model_validator(mode="after")
     def _range(self) -> SelfPlayOptions:
@@ -155,7 +153,7 @@ class SelfPlayOptions(Section):
 
 @dataclass
 class _GameInProgress:
-    """One game. weak: moves in a row with a value below the limit, by side; gave_up: ply of the rule, -1 never."""
+    """One game. weak: streak of values below the resignation limit, by side; gave_up: ply of resignation, -1 never."""
 
     number: int
     resigns: bool

@@ -1,9 +1,9 @@
-"""Search trees as arrays: the kernels that select, expand and back up, for hundreds of trees in one pool.
+"""Search trees as arrays: kernels that select, expand and back up, for hundreds of trees in one pool.
 
-What an edge holds is seen from the side that makes its move. Besides its average an edge has bounds [low, high] on its
-exact value (score-bounded MCTS, Cazenave and Saffidine 2010); with low = high it is proven, counts with that value in
-all averages above it, is no longer tried where it loses, and stops the tree at the root. All kernels stay in this file:
-numba's cache does not see changes made elsewhere.
+Edge statistics are the mover's. Besides its mean an edge has bounds [low, high] on its exact value (score-bounded MCTS,
+Cazenave and Saffidine 2010); if low = high it is proven: it counts with that value in all means above it, is not tried
+again if lost, and ends the search at the root. All kernels are in this file: numba's cache does not notice changes
+elsewhere.
 """
 
 import math
@@ -22,12 +22,12 @@ I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 Int: TypeAlias = Any  # a scalar inside a kernel
 
-FAR = 10_000  # distance of an end that is known to exist, but not where
+FAR = 10_000  # distance of a proven end at unknown depth
 
 
 class Pool(NamedTuple):
-    """The nodes (M,) and edges (E,) of all trees, see KINDS. Edges 0 .. trees - 1 lead to the roots; the edges of a
-    node are adjacent."""
+    """Nodes (M,) and edges (E,) of all trees, see KINDS. Edges 0 .. trees - 1 lead to the roots; a node's edges are
+    adjacent."""
 
     first_edge: Any  # of a node
     num_edges: Any
@@ -36,10 +36,10 @@ class Pool(NamedTuple):
     key: Any  # of its state, for repetitions
     value: Any  # the evaluator's, for the side to move
     move: Any  # of an edge: the game's move
-    child: Any  # the node it leads to, -1 before that is expanded or where it needs none
+    child: Any  # its node, -1 if not expanded or not needed
     prior: Any
     visits: Any
-    pending: Any  # visits under way
+    pending: Any  # pending visits
     total: Any  # sum of values
     low: Any  # bounds of the exact value
     high: Any
@@ -47,24 +47,24 @@ class Pool(NamedTuple):
 
 
 KINDS = ["i4", "i4", "i4", "i4", "u8", "f4", "i4", "i4", "f4", "i4", "i4", "f8", "f4", "f4", "i4"]
-OF_NODES = Pool._fields.index("move")  # the columns before it
+OF_NODES = Pool._fields.index("move")  # columns before it
 
 
 def empty_pool(nodes: int, edges: int) -> Pool:
-    """A pool with room for so many nodes and edges."""
+    """A pool with this capacity."""
     return Pool(*(np.zeros(nodes if i < OF_NODES else edges, kind) for i, kind in enumerate(KINDS)))
 
 
 @kernel
 def quality(p: Pool, e: Int) -> float:
-    """Value of an edge that has visits or is proven."""
+    """Value of a visited or proven edge."""
     average = p.total[e] / p.visits[e] if p.visits[e] > 0 else 0.0
     return min(max(average, p.low[e]), p.high[e])
 
 
 @kernel
 def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu_reduction: float, loss: float) -> Int:
-    """The edge to follow from a node, on the way through its own edge (which counts as pending)."""
+    """The edge to follow from a node (the edge into it counts as pending)."""
     into, first = p.parent_edge[node], p.first_edge[node]
     last = first + p.num_edges[node]
     n = p.visits[into] + p.pending[into] - 1
@@ -89,7 +89,7 @@ def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu_reduction: 
 
 @kernel
 def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, scores: F64) -> None:
-    """logits + sigma(completed q) of each move of a root; an untried move has the mixed value (appendix D there)."""
+    """logits + sigma(completed q) of a root's moves; unvisited ones have the mixed value (appendix D of the paper)."""
     first, count = p.first_edge[node], p.num_edges[node]
     weight = average = 0.0
     visits = top = 0
@@ -111,7 +111,7 @@ def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, sc
 
 @kernel
 def update_bounds(p: Pool, node: Int) -> bool:
-    """Take the bounds of a node from its edges to the edge into it; whether they changed."""
+    """Propagate a node's bounds from its edges to the edge into it; True if changed."""
     into, first = p.parent_edge[node], p.first_edge[node]
     last = first + p.num_edges[node]
     low = high = np.float32(-1)
@@ -120,7 +120,7 @@ def update_bounds(p: Pool, node: Int) -> bool:
     if p.low[into] == -high and p.high[into] == -low:
         return False
     p.low[into], p.high[into] = -high, -low
-    if low == high:  # the winner takes the shortest way, the loser the longest
+    if low == high:  # shortest win, longest loss
         distance = FAR if low > 0 else 0
         for e in range(first, last):
             if p.low[e] == p.high[e] == low:
@@ -131,11 +131,11 @@ def update_bounds(p: Pool, node: Int) -> bool:
 
 @kernel
 def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None:
-    """End a visit of an edge of a node (-1: of a root's edge) with a value; changed: its bounds are new."""
+    """Back up a value from an edge of a node (-1: a root's edge). changed: its bounds changed."""
     while True:
         p.pending[edge] -= 1
         p.visits[edge] += 1
-        if p.low[edge] == p.high[edge]:  # earlier visits count with the exact value too
+        if p.low[edge] == p.high[edge]:  # earlier visits get the exact value, too
             value = p.low[edge] * p.visits[edge] - p.total[edge]
         p.total[edge] += value
         if node < 0:
@@ -159,10 +159,10 @@ def simulate(
     base: I32,
     out: I32,
 ) -> Int:
-    """Select leaves in each of the trees; write (edge, node, tree) of each to out (L, 3), return their number.
+    """Select leaves in each tree; writes (edge, node, tree) to out (L, 3), returns their number.
 
-    Visits that end at a proven edge are finished here. schedule (trees, simulations): how often the move to try
-    at the root has been tried in this search, for Gumbel; no columns for PUCT.
+    Visits that end at a proven edge finish here. schedule (trees, simulations): required visit count of the root move
+    to try, for Gumbel; no columns for PUCT.
     """
     pb_c_init, pb_c_base, fpu_reduction, loss = weights
     scores = np.empty(logits.shape[1], np.float64)
@@ -175,7 +175,7 @@ def simulate(
             p.pending[t] += 1
             if schedule.shape[1] > 0:
                 tried = schedule[i, done[i]]
-                if waiting > 0 and tried != round_visits:  # the next halving needs the values of this one
+                if waiting > 0 and tried != round_visits:  # the next halving needs this round's values
                     p.pending[t] -= 1
                     break
                 round_visits = tried
@@ -195,7 +195,7 @@ def simulate(
                 edge = puct(p, node, pb_c_init, pb_c_base, fpu_reduction, loss)
             if p.low[edge] == p.high[edge]:
                 backward(p, edge, node, float(p.low[edge]), False)
-            elif p.pending[edge] > 1:  # a leaf that is under way already: wait for it
+            elif p.pending[edge] > 1:  # already pending: wait
                 while node >= 0:
                     p.pending[edge] -= 1
                     edge, node = p.parent_edge[node], p.parent[node]
@@ -211,7 +211,7 @@ def simulate(
 
 @kernel
 def settle(p: Pool, leaf: I32, values: F32, distances: I32) -> None:
-    """Prove the edges of leaves (edge, node, tree) by the exact values for the sides to move there."""
+    """Prove edges of leaves (edge, node, tree) by exact values for the sides to move there."""
     for i in range(len(leaf)):
         edge = leaf[i, 0]
         p.low[edge] = p.high[edge] = -values[i]
@@ -232,7 +232,7 @@ def expand(
     priors: F32,
     endings: F32,
 ) -> None:
-    """Make nodes of leaves, from numbers `node` and, for their edges, `used` on, and back their values up."""
+    """Create nodes of leaves, numbered from `node`, with edges from `used`, and back up their values."""
     for i in range(len(leaf)):
         edge, parent = leaf[i, 0], leaf[i, 1]
         p.child[edge] = node
@@ -253,7 +253,7 @@ def expand(
 
 @kernel
 def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
-    """How often the state of each leaf has occurred before: on its way from the root, and in the game's history."""
+    """Earlier occurrences of each leaf's state: on its path from the root, and in the game's history."""
     out = np.zeros(len(leaf), np.int32)
     for i in range(len(leaf)):
         node, tree, key = leaf[i, 1], leaf[i, 2], keys[i]
@@ -267,9 +267,8 @@ def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
 
 @kernel
 def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32, visits: Int) -> tuple[Int, Int]:
-    """Keep only what hangs on the roots by edges of so many visits, in the same order; `moved` (nodes,) gets new
-    numbers or -1.
-    """
+    """Keep only what is reachable from the roots by edges with at least `visits` visits, in order; `moved` (nodes,)
+    gets new numbers or -1."""
     shift = np.zeros(nodes, np.int32)
     moved[:nodes] = -1
     for t in range(trees):
@@ -307,7 +306,7 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32, visits: Int
 
 @kernel
 def prefer_proven(p: Pool, node: Int, choice: Int) -> Int:
-    """An edge of a node (-1: none), or one that makes sure of more: the shortest win, the longest loss."""
+    """An edge of a node (-1: none), or a provably better one: the shortest win, the longest loss."""
     sure, sure_value = -1, -2.0
     for e in range(p.first_edge[node], p.first_edge[node] + p.num_edges[node]):
         value = p.low[e] * (1 - p.distance[e] / (4 * FAR)) if p.low[e] == p.high[e] else p.low[e]
@@ -320,7 +319,7 @@ def prefer_proven(p: Pool, node: Int, choice: Int) -> Int:
 
 @kernel
 def best_edge(p: Pool, node: Int) -> Int:
-    """The edge to play: most visits, then value, then prior; but not below what another one makes sure of."""
+    """The edge to play: most visits, then value, then prior; never provably worse than another."""
     best = -1
     for e in range(p.first_edge[node], p.first_edge[node] + p.num_edges[node]):
         if p.high[e] > -1 and (
@@ -332,7 +331,7 @@ def best_edge(p: Pool, node: Int) -> Int:
 
 @kernel
 def principal_variation(p: Pool, edge: Int, out: I32) -> Int:
-    """Write the principal variation from an edge on; return its length."""
+    """Write the principal variation from an edge; returns its length."""
     n = 0
     while n < len(out):
         out[n] = p.move[edge]
@@ -348,9 +347,9 @@ def principal_variation(p: Pool, edge: Int, out: I32) -> Int:
 
 @lru_cache(maxsize=4096)
 def considered_visits(moves: int, simulations: int) -> tuple[int, ...]:
-    """For each simulation, how many visits the root move to try next has (sequential halving, as in mctx).
+    """For each simulation the visit count of the root move to try next (sequential halving, as in mctx).
 
-    `moves` are tried in rounds of equal visits; after each round the better half goes on, at least two.
+    `moves` are tried in rounds of equal visits; after each round the better half remains, at least two.
     """
     if moves <= 1:
         return tuple(range(simulations))

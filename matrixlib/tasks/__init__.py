@@ -1,4 +1,4 @@
-"""Tasks, one folder each: found by name, by an installed entry point, or by the import path of somebody's own."""
+"""Tasks, one folder each: found by name, entry point, or import path."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matrixlib.engine.network import Network
 
 TASKS = ("chess", "latin", "tictactoe", "melee")
-"""The tasks that come with the package."""
+"""Tasks of the package."""
 GROUP = "matrixlib.tasks"
-"""Entry points of this group are tasks, too."""
+"""Entry points of this group are tasks."""
 
 
 def get_task(name: str) -> TaskSpec[Any]:
-    """A task by its name, that of an entry point, or an import path such as `my_package.my_module:TASK`. The last
-    runs code: give one that the user has named, never one read from a run or a checkpoint. Raises ConfigError."""
+    """A task by name, entry point, or import path such as `my_package.my_module:TASK`. Import paths run code: only pass
+    what the user named, never what a run or checkpoint contains. Raises ConfigError."""
     if name in TASKS:
         path = f"matrixlib.tasks.{name}.spec:TASK"
     else:
@@ -55,16 +55,16 @@ def get_task(name: str) -> TaskSpec[Any]:
 
 
 def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """A preset by name, or a YAML file by path, with nested overrides over it. ConfigError: an unknown preset or task,
+    """A preset by name, or a YAML file by path, with nested overrides. ConfigError for an unknown preset or task,
     unknown or mistyped keys."""
     data, name = configuration.read_preset(preset, overrides)
     return validate_config(data, name)
 
 
 def parse_config(data: Mapping[str, Any], name: str, task: str = "") -> Config:
-    """Validate a nested mapping that a run or a checkpoint holds by the schema of its task.
+    """Validate the configuration of a run or checkpoint by its task's schema.
 
-    task: the import path that the user has named; no other is followed. Raises ConfigError naming every bad key.
+    task: the import path that the user named; no other is imported. ConfigError names every bad key.
     """
     stored = data.get("task")
     if isinstance(stored, str) and ":" in stored and stored != task:
@@ -76,20 +76,20 @@ def parse_config(data: Mapping[str, Any], name: str, task: str = "") -> Config:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A configuration with a nested mapping over it; raises ConfigError."""
+    """A configuration with nested changes; raises ConfigError."""
     return validate_config(configuration.merge(configuration.dump(config), changes), "config")
 
 
 def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Config:
-    """Validate a nested mapping by the schema of its `task`, whatever it names; raises ConfigError.
+    """Validate a nested mapping by its `task`'s schema; raises ConfigError.
 
-    name, prefix: stand in messages, before all and before each key.
+    name, prefix: for messages, before the message and before each key.
     """
     return configuration.validated(task_of(data, name, prefix).config, data, name, prefix)
 
 
 def task_of(data: Mapping[str, Any], name: str, prefix: str = "") -> TaskSpec[Any]:
-    """The task that a nested mapping names, as the user has written it; ConfigError as of `validate_config`."""
+    """The task named in a user's nested mapping; ConfigError as `validate_config`."""
     task = data.get("task")
     if not isinstance(task, str):
         problem = "is missing" if task is None else f"is {task!r}"
@@ -109,13 +109,12 @@ def load(
     heads: Sequence[Any] = (),
     trunk: Callable[[Any], nn.Module] | None = None,
 ) -> Network:
-    """The network of a run of any task, EMA weights where the run kept them; `run` as `find_run` takes it.
+    """The network of a run of any task, EMA weights if the run has them; `run` as for `find_run`.
 
-    It may also be the file of a network: Lc0's `.pb.gz`, Matrix0's `.pt`, or an ONNX file that `export` wrote.
-    checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run`
-    names. compile: torch.compile for policy and value; `auto`: where it was measured to pay. task: the import path of
-    a task of somebody's own. heads, trunk: what the run was given of its own; without its heads a network still plays.
-    Raises ValueError naming the run or checkpoint that is missing or damaged.
+    Or a network file: Lc0's `.pb.gz`, Matrix0's `.pt`, or an ONNX file written by `export`. checkpoint: `best`,
+    `newest` or a folder name such as `step_00000500`; empty: the best, or the one `run` names. compile: torch.compile
+    for policy and value. task: import path of your own task. heads, trunk: the run's own parts; without its heads a
+    network still plays. ValueError names the missing or damaged run or checkpoint.
     """
     folder, named = find_run(run)
     if folder.is_file():
@@ -128,7 +127,7 @@ def load(
 
 
 def open_file(path: Path, device: str = "auto", compile: bool | str = "auto", task: str = "") -> Network:
-    """The network in a file, by the first task that reads such files. ValueError where none does, or it is damaged."""
+    """The network in a file, by the first task that reads it. ValueError if none does, or it is damaged."""
     for name in (task,) if task else TASKS:
         net = get_task(name).open_file(path, device, compile)
         if net is not None:

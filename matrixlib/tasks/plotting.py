@@ -1,6 +1,6 @@
-"""What all pictures share: small type, a faint grid, plain numbers at the ticks, legends beside what is drawn.
+"""Shared style of plots: small type, faint grid, plain tick numbers, legends outside.
 
-Only Figure objects are used, never pyplot's global state: nothing leaks and no backend is chosen for anyone.
+Only Figure objects, not pyplot: no global state, no backend choice.
 """
 
 import math
@@ -12,21 +12,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-RED = "#b3261e"  # of what is wrong
-DIGITS = 10  # of a number, at most
+RED = "#b3261e"  # errors
+DIGITS = 10  # most digits of a number
 LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.1, "handletextpad": 0.4, "columnspacing": 0.9}
 
 
 def plain_number(x: float, _: Any = None) -> str:
-    """The text of a tick: with commas, never a power of ten."""
+    """Tick label with thousands separators and no exponent."""
     return f"{round(x, DIGITS) + 0.0:,.{DIGITS}f}".rstrip("0").rstrip(".")
 
 
 def panels(
     count: int = 1, size: tuple[float, float] = (7.0, 3.5), across: int = 4, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels, at least one, row by row and `across` beside each other; size: of one, in inches.
-    options: of `Figure.subplots`."""
+    """A figure and its panels (at least one), row by row, `across` a row. size: of one panel, inches. options: of
+    `Figure.subplots`."""
     count = max(count, 1)
     columns = min(count, across)
     rows = -(-count // columns)
@@ -40,7 +40,7 @@ def panels(
 
 
 def plain(axes: Axes) -> None:
-    """Small type, a faint grid behind what is drawn, and plain numbers at the ticks; before names are put there."""
+    """Small type, faint grid, plain tick numbers; call before setting labels."""
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, which="both")
@@ -50,32 +50,32 @@ def plain(axes: Axes) -> None:
 
 
 def caption(axes: Axes, text: str) -> None:
-    """Words over a panel; `set_title` by itself would forget their size."""
+    """Title of a panel at the shared size, which `set_title` alone would reset."""
     axes.set_title(text, fontsize=9)
 
 
 def whole(axes: Axes, label: str = "update step") -> None:
-    """Ticks at whole numbers alone along the bottom, even where there is room for one only."""
+    """Integer ticks on the x axis, at least one."""
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
 
 
 def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> None:
-    """Make one axis logarithmic, if all values are positive."""
+    """Make one axis logarithmic if all values are positive."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite or min(finite) <= 0:
         return
     axes.set(**{f"{name}scale": "log"})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
     decades = math.log10(max(finite) / min(finite))
-    some = (1.0, 3.0) if name == "x" and decades > 1 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # labels are broad, not high
+    some = (1.0, 3.0) if name == "x" and decades > 1 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # labels are wide
     axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else some))
     axis.set_major_formatter(plain_number)
     axis.set_minor_formatter(NullFormatter())
 
 
 def beside(figure: Figure) -> None:
-    """One legend for all panels, at the right of them, with each label once."""
+    """One legend for all panels, right of them, each label once."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -85,7 +85,7 @@ def beside(figure: Figure) -> None:
 
 
 def above(axes: Axes, handles: Sequence[Any] = (), labels: Sequence[str] = (), note: str = "") -> None:
-    """A legend over the panel, of everything with a label unless told; a note after it."""
+    """A legend above the panel (default: everything labelled), then a note."""
     if not handles:
         handles, labels = axes.get_legend_handles_labels()
     if note:

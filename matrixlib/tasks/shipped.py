@@ -1,6 +1,6 @@
-"""Data that ship with the package: a compressed file and a manifest, unpacked to the cache as shards on first use.
+"""Data that ship with the package: a compressed file and a manifest, unpacked to shards in the cache on first use.
 
-The manifest names the file with its SHA-256, and every shard in it with SHA-256, bytes and count.
+The manifest has the file's SHA-256, and SHA-256, bytes and count of every shard.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ REINSTALL = "install the package again, or take the file from a fresh clone"
 def write_shipped(
     folder: Path, file: str, data: bytes, facts: dict[str, Any], meta: dict[str, Any], infos: Iterable[ShardInfo]
 ) -> dict[str, Any]:
-    """Write the file and its manifest, which is returned. facts: about all of it; meta: of each shard."""
+    """Write file and manifest; returns the manifest. facts: about the whole; meta: of each shard."""
     shards = {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos}
     whole = {"format": 1, "file": file, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     manifest = {**whole, **facts, "meta": meta, "shards": shards}
@@ -36,7 +36,7 @@ def write_shipped(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What ships: facts, meta, shards with SHA-256, bytes and count. ValueError if absent."""
+    """The manifest: facts, meta, shards with SHA-256, bytes and count. ValueError if absent."""
     path = folder / MANIFEST
     try:
         return dict(json.loads(path.read_text()))
@@ -45,17 +45,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the shards that are missing or differ from the manifest; [] for a whole set."""
+    """Names of shards that are missing or differ from the manifest; [] if intact."""
     shards = ((name, folder / name, shard["sha256"]) for name, shard in manifest["shards"].items())
     return [name for name, path, sha256 in shards if not path.is_file() or file_hash(path) != sha256]
 
 
 def unpack(folder: Path, name: str, write: Write, cache: Path | None = None) -> Path:
-    """The folder with the unpacked shards of what ships in `folder`, unpacked on first use, verified every time.
+    """Folder of the unpacked shards of `folder`, unpacked on first use, verified every time.
 
-    It lies in `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes the shards of the bytes. A
-    missing, half-unpacked or damaged set is made again; two processes may call at once. Raises ValueError when the
-    shipped file is damaged or the cache is read-only.
+    In `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes shards from the bytes. A missing,
+    partial or corrupt set is unpacked again; safe for concurrent calls. ValueError if the shipped file is corrupt or
+    the cache read-only.
     """
     manifest = read_manifest(folder)
     root, path = cache or cache_root(), folder / manifest["file"]
@@ -70,7 +70,7 @@ def unpack(folder: Path, name: str, write: Write, cache: Path | None = None) -> 
             data = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
                 raise ValueError(f"{path} is missing or damaged: {REINSTALL}")
-            for left in root.glob(f"{name}-*.tmp"):  # of killed processes: the lock is ours
+            for left in root.glob(f"{name}-*.tmp"):  # left by killed processes: we hold the lock
                 shutil.rmtree(left)
             temporary = target.with_name(f"{target.name}.tmp")
             write(temporary, data, manifest["meta"])

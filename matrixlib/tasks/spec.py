@@ -1,7 +1,7 @@
-"""What the workspace asks of a task beyond the engine's seam: a TaskSpec, one object for each task.
+"""What runs, notebooks and benchmarks need of a task beyond the engine: a TaskSpec, one object a task.
 
-A task's folder holds its configuration, its engine task, its data and all that is said of its results, and one
-`spec.py` with `TASK = MySpec()`. Only `config`, `layout` and `task` have to be written; the rest has defaults.
+A task's folder has its configuration, engine task, data and figures, and a `spec.py` with `TASK = MySpec()`. Only
+`config`, `layout` and `task` are required; the rest has defaults.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Check = tuple[str, bool, str]
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of a curriculum made concrete: its task, the sources of its shards (none: all), and their shares of a
-    batch where they are not those of their sizes."""
+    """A curriculum phase made concrete: its task, shard sources (none: all), and their weights in a batch if not by
+    size."""
 
     task: Task
     sources: Sequence[str] = ()
@@ -53,11 +53,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Overfit:
-    """When a network has learned a few rows by heart.
+    """When a network has memorised a few rows.
 
-    overrides: over a preset. gaps: term -> how far its mean loss may be above the least that any network can reach
-    (nats). exact: metrics that have to be 1. inputs, labels: arrays of `prepare` that make a row and its target, to be
-    compared between visits. needs: what of the configuration is missing, in words.
+    overrides: over a preset. gaps: term -> most nats of its mean loss above the floor. exact: metrics that must be 1.
+    inputs, labels: arrays of `prepare` that make up a row and its target, compared between visits. needs: what the
+    configuration lacks, as text.
     """
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Overfit:
 
 
 class GameSpec(ABC):
-    """What a cycle asks of a game beyond its rules; of its task's held-out figures it shows `top1`, if there is one."""
+    """What a cycle needs of a game beyond its rules. It shows the held-out figure `top1` if there is one."""
 
     ending: ClassVar[str]
     """Of the name of a file that holds what `Game.write` gives."""
@@ -83,14 +83,14 @@ class GameSpec(ABC):
 
     @abstractmethod
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
-        """What there is to learn from games; ids: number of a game -> its id."""
+        """Training rows of games. ids: number of a game -> its id."""
 
     @abstractmethod
     def keys(self, records: np.ndarray) -> np.ndarray:
-        """(N,) u8, equal for those of N records that are one position to a network."""
+        """(N,) u8, equal for records that are the same position to a network."""
 
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
-        """A network, and a player with it, beside perfect play: shares by name. Only of a game that is solved."""
+        """Rates of a network, and of a player with it, against perfect play. Only for solved games."""
         raise NotImplementedError("nobody knows perfect play")
 
     def checks(self, perfection: Mapping[str, float]) -> list[Check]:
@@ -102,7 +102,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class TaskSpec(ABC, Generic[ConfigT]):
-    """One task, as runs, notebooks and benchmarks use it. It holds nothing: whatever it needs comes with a call."""
+    """One task, for runs, notebooks and benchmarks. Stateless."""
 
     name: ClassVar[str]
     config: ClassVar[type[Any]]
@@ -128,24 +128,24 @@ class TaskSpec(ABC, Generic[ConfigT]):
     @property
     @abstractmethod
     def layout(self) -> Layout:
-        """What a shard of it holds."""
+        """Layout of its shards."""
 
     @abstractmethod
     def task(self, config: ConfigT) -> Task:
         """What the engine trains."""
 
     def with_parts(self, task: Task, parts: Parts) -> Task:
-        """The task with heads, a trunk and losses of a caller's own. ValueError for those that it cannot take."""
+        """The task with the caller's own heads, trunk and losses. ValueError if unsupported."""
         if parts.heads or parts.trunk or parts.losses:
             raise ValueError(f"the task {self.name} takes no heads, trunk or losses of one's own; chess does")
         return task
 
     def folder(self, config: ConfigT) -> Path:
-        """Folder of its shards; a set that ships or is generated is made at first use. Raises ConfigError."""
+        """Folder of its shards; shipped or generated sets are made on first use. Raises ConfigError."""
         return given_folder(config.data)
 
     def curriculum(self, config: ConfigT) -> Curriculum | None:
-        """The phases of its training; None where there is one. By default those of a curriculum over sources."""
+        """Its curriculum, None without; default: over sources."""
         section = getattr(config, "curriculum", None)
         if not isinstance(section, SourceCurriculumConfig):
             return None
@@ -153,27 +153,27 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return curriculum if len(curriculum.phases) > 1 or curriculum.phases[0].values["sources"] else None
 
     def stage(self, task: Task, phase: Phase) -> Stage:
-        """What a phase trains, and on what; by default, shares of sources."""
+        """What a phase trains, and on what; default: weights of sources."""
         weights = phase.values["sources"]
         return Stage(task, list(weights), weights)
 
     def teacher(self, config: ConfigT, runtime: Runtime, record: Mapping[str, Any]) -> Teacher | None:
-        """The frozen network that its losses need, on the device of a training; record: what it computed with when the
-        training began, {} of one that begins."""
+        """The frozen network that its losses need, on the training device. record: how it was computed when the
+        training started, {} for a new one."""
         return None
 
     def sidecars(
         self, config: ConfigT, folder: Path, shards: Sequence[ShardRow], teacher: Teacher | None
     ) -> Sidecars | None:
-        """Files beside these shards, made where they are missing, of which `prepare` is to have the rows."""
+        """Files with extra rows for these shards, made if missing, whose rows `prepare` gets."""
         return None
 
     def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the network takes of a prepared batch on its device, by name, to look at (chess: `planes`)."""
+        """The network's inputs from a prepared batch on its device, by name (chess: `planes`)."""
         return {}
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
-        """The first rows of a prepared batch, as a notebook displays them; by default a table of its arrays."""
+        """The first rows of a prepared batch for display in a notebook; default: a table of its arrays."""
         import pandas as pd
 
         table = {
@@ -183,7 +183,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return pd.DataFrame(table).T
 
     def training_flops(self, config: ConfigT) -> float | None:
-        """Floating-point operations of training on one row; None where nobody has counted them."""
+        """FLOPs of training on one row; None if unknown."""
         return None
 
     def network(self, model: nn.Module, config: ConfigT, runtime: Runtime, serving: Serving | None = None) -> Network:
@@ -193,13 +193,13 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
     def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Network | None:
-        """The network in a file that another program, or `export`, has written; None where it reads no such file,
-        ValueError where that is damaged."""
+        """The network in a file written by another program or `export`; None if not of this task, ValueError if
+        damaged."""
         return None
 
     def evaluate(self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Figures on held-out rows (sample: on so many, 0 = all), with their `baselines`; by default the loss of each
-        term beside its chance level, and every metric."""
+        """Held-out figures with `baselines`. sample: rows, 0 = all. Default: each term's loss with its chance level,
+        and every metric."""
         from matrixlib.engine.task import active_terms
         from matrixlib.engine.validation import validate
 
@@ -218,7 +218,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return figures | {"baselines": chance}
 
     def headline(self, figures: Mapping[str, Any]) -> str:
-        """The figures in one line, each with a baseline `<what>_<figure>` behind it."""
+        """The figures in one line, each with its baseline `<what>_<figure>`."""
         base = {name.partition("_")[2]: (name.partition("_")[0], value) for name, value in figures["baselines"].items()}
         parts = {name: f"{name} {value:.3g}" for name, value in figures.items() if isinstance(value, float)}
         return ", ".join(
@@ -226,7 +226,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        """What must hold of any network that has learned something."""
+        """What must hold of any network that learned something."""
         return [
             (f"held-out {name} below chance", figures[name] < chance, "the loss of a fresh network")
             for name in figures
@@ -234,31 +234,30 @@ class TaskSpec(ABC, Generic[ConfigT]):
         ]
 
     def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Any:
-        """`count` held-out rows (held_out opens the data set) to look through, or what a file of the user's holds;
-        None: there is nothing to see. ValueError for a file that does not fit.
+        """Viewer of `count` held-out rows (held_out opens the data set), or of a user's file; None if there is none.
+        ValueError for an unsuitable file.
 
-        It has a length, `figure(net, item)` as a cell displays it, `board(net, item, widget=None)` as a widget (the
-        given one, changed), and `check(net) -> Check`: what must hold of all that a network makes of them.
+        It has a length, `figure(net, item, name)` for display in a cell, `board(net, item, name, widget=None)` as a
+        widget (the given one, updated), and `check(net) -> Check`: what must hold of a network's outputs on all items.
         """
         return None
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
-        """What is wrong with the targets of a batch of `prepare`, in words."""
+        """What is wrong with the targets of a batch of `prepare`, as texts."""
         return []
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
-        """Write a network as an ONNX file for other programs; ValueError where the task has no such form."""
+        """Write a network as ONNX; ValueError if unsupported."""
         raise ValueError(f"networks of the task {self.name} cannot be written as ONNX files")
 
     def ssl_targets(self, task: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The targets of the self-supervised terms in a prepared batch on the host, by term; of none by default."""
+        """Targets of the SSL terms in a prepared host batch, by term; default: none."""
         return {}
 
 
 def given_folder(data: DataConfig, name: str = "") -> Path:
-    """A folder of shards that `data.source` names, or of the catalogue of those at a URL; ConfigError where there is
-    none, RemoteError where the URL does not give it. name: one that is no folder.
-    """
+    """The shard folder of `data.source`, or the local catalogue folder of a URL; ConfigError if absent, RemoteError if
+    the URL fails. name: a valid source that is no folder."""
     source = data.source
     if is_remote(source):
         return bring_catalogue(source, data.cache)
@@ -271,9 +270,9 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
 
 
 def find_run(run: str | Path) -> tuple[Path, str]:
-    """(folder, checkpoint) of a run's folder, of its name under reports/, or of a checkpoint's folder in it.
+    """(folder, checkpoint) of a run's folder, a name under reports/, or a checkpoint folder.
 
-    checkpoint: `best` unless one was named. Of a file: its path, and no checkpoint. ValueError where there is nothing.
+    checkpoint: `best` unless named. For a file: its path and no checkpoint. ValueError if nothing is there.
     """
     if os.path.isfile(run):
         return Path(run), ""
@@ -289,7 +288,7 @@ def find_run(run: str | Path) -> tuple[Path, str]:
 
 
 def no_network(path: Path) -> str:
-    """What to say of a file that no task reads."""
+    """Error message for a file that no task reads."""
     return (
         f"'{path}' is no network that can be read: give a run, a checkpoint's folder, Lc0's weights (.pb.gz), a "
         "checkpoint of Matrix0 (.pt), or an ONNX file that `export` wrote"
@@ -305,11 +304,10 @@ def load_network(
     compile: bool | str = "auto",
     parts: Parts = Parts(),  # noqa: B008 - frozen
 ) -> Network:
-    """The network of a run's folder, EMA weights where the run kept them, in what this machine computes best with.
+    """The network of a run's folder, EMA weights if available, with this machine's best runtime.
 
-    device: also the whole runtime, of a network that is to compute as it did before. parts: the trunk and heads that
-    the run was given; heads may be left out. Raises ValueError naming the checkpoint that is missing or damaged, and
-    for a trunk that is not given.
+    device: or a whole runtime, to compute as before. parts: the run's own trunk and heads; heads may be omitted.
+    ValueError names the missing or damaged checkpoint, or a missing trunk.
     """
     from matrixlib.engine import optim
     from matrixlib.engine.memory import fresh_model
@@ -334,14 +332,14 @@ def load_network(
 
 
 def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint:
-    """A checkpoint of a run's folder. CheckpointError naming one that is missing or damaged."""
+    """A checkpoint of a run's folder. CheckpointError if missing or damaged."""
     from matrixlib.engine.checkpoint import Checkpoints
 
     return Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
 
 
 def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "auto") -> Runtime:
-    """What this machine evaluates a network with, whatever it was trained with; a runtime that is given stays."""
+    """This machine's runtime for evaluation, independent of the training's; a given runtime is returned."""
     if isinstance(device, runtimes.Runtime):
         return device
     settings = {"device": device, "precision": precision, "threads": "auto", "channels_last": "auto", "compile": False}
@@ -349,14 +347,13 @@ def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: s
 
 
 def weights(stored: Checkpoint) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a checkpoint to evaluate with, the moving average where there is one, and their file's SHA-256."""
+    """Evaluation tensors of a checkpoint (the moving average if available) and their file's SHA-256."""
     group = "ema" if stored.tensors.get("ema") else "model"
     return stored.tensors[group], stored.sha256[group]
 
 
 def other_weights(what: str, sha256: str, record: Mapping[str, Any], when: str) -> str:
-    """That a network, called `what`, has other weights than those of `record`, made when `when`, in words; "" where it
-    has not, or nothing was written down."""
+    """Message that the network `what` has other weights than recorded when `when`; "" if equal or unrecorded."""
     before = str(record.get("sha256", sha256))
     same = sha256 == before
     return "" if same else f"{what} holds other weights than when {when} ({sha256[:12]} in place of {before[:12]})"

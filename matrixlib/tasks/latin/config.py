@@ -1,4 +1,4 @@
-"""Options of a training on Latin squares: data, network, losses, curriculum."""
+"""Options of Latin-square training: data, network, losses, curriculum."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ LatinSize = Annotated[int, Field(ge=3, le=16)]
 
 
 class LatinDataConfig(DataConfig):
-    source: str = option(
-        "generated", "`generated` (made at first use, kept in the cache), or a folder of shards with a catalogue"
-    )
-    squares: Count = option(20000, "squares made for each size, before one in eight is held out")
+    source: str = option("generated", "`generated` (on first use, cached), or a folder of shards")
+    squares: Count = option(20000, "squares of each size, one in eight of which is held out")
     augment: bool = option(True, "permute rows, columns and digits of each training square at random")
-    easy_share: Fraction = option(0.25, "share of the training puzzles whose fill is drawn from all stages' range")
+    easy_share: Fraction = option(0.25, "share of training puzzles with a fill from the range of all stages")
 
 
 class SizeStages(StagesConfig):
@@ -32,22 +30,22 @@ class SizeStages(StagesConfig):
 class ModeStages(StagesConfig):
     stages: tuple[tuple[LatinMode, ...], ...] = option(
         (("standard",), ("standard", "zero_inclusive"), ("standard", "zero_inclusive", "negative")),
-        "digit sets of a stage; the first is drawn half of the time, the others share the rest",
+        "digit sets of a stage; the first is drawn half of the time",
     )
     fractions: tuple[Fraction, ...] = option((0.4, 0.2, 0.4), "share of the updates that each stage lasts; sum is 1")
 
 
 class FillStages(StagesConfig):
     stages: tuple[tuple[Fraction, Fraction], ...] = option(
-        ((0.5, 0.7), (0.3, 0.7), (0.0, 0.7)), "least and greatest probability that a cell is revealed"
+        ((0.5, 0.7), (0.3, 0.7), (0.0, 0.7)), "lowest and highest probability that a cell is given"
     )
     fractions: tuple[Fraction, ...] = option((0.3, 0.3, 0.4), "share of the updates that each stage lasts; sum is 1")
 
 
 class LatinCurriculumConfig(CurriculumConfig):
-    metric: str = option("constraint/valid", "what `adaptive` looks at, as validation names it (`term/name`)")
-    up: Real = option(0.8, "`adaptive`: go on when the metric is at least this ...")
-    down: Real = option(0.4, "`adaptive`: go back below this, as often in a row; must be below `up`")
+    metric: str = option("constraint/valid", "metric of `adaptive` (`term/name`)")
+    up: Real = option(0.8, "`adaptive`: next phase when the metric is at least this ...")
+    down: Real = option(0.4, "`adaptive`: previous phase below this, as often in a row; less than `up`")
     size: SizeStages = SizeStages()
     mode: ModeStages = ModeStages()
     fill: FillStages = FillStages()
@@ -71,11 +69,11 @@ class LatinModelConfig(Section):
     width: Count = option(64, "width of the transformer; a multiple of `heads`")
     layers: Count = option(4, "transformer blocks")
     heads: Count = option(4, "attention heads")
-    feedforward: Count = option(4, "inner width of a block's two-layer network, in widths")
-    repeats: Count = option(1, "times that the stack of blocks is run over its own output")
+    feedforward: Count = option(4, "inner width of the MLP, in widths")
+    repeats: Count = option(1, "times the stack of blocks is applied (recurrence)")
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and blocks")
-    causal: bool = option(False, "a cell sees only cells before it, as in the specification; worse, for comparison")
-    relations: bool = option(True, "learned attention bias for cells of the same row and the same column")
+    causal: bool = option(False, "causal attention mask; worse, for comparison")
+    relations: bool = option(True, "learned attention bias for cells of the same row or column")
 
     @model_validator(mode="after")
     def _divides(self) -> LatinModelConfig:
@@ -87,13 +85,11 @@ class LatinModelConfig(Section):
 class LatinLossConfig(Section):
     cell: NonNegative = option(1.0, "weight of the cross-entropy of hidden cells")
     constraint: NonNegative = option(0.1, "weight of the penalty on digits expected more than once in a row or column")
-    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(
-        0.0, "share of a cell's target spread over the digits of its puzzle"
-    )
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "label smoothing over the puzzle's digits")
 
 
 class LatinConfig(Config):
-    """One run's whole configuration, where Latin squares are completed."""
+    """Configuration of a run on Latin squares."""
 
     task: Literal["latin"]
     data: LatinDataConfig = LatinDataConfig()

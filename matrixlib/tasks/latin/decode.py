@@ -1,7 +1,7 @@
-"""Filling grids by a network: all at once, cell by cell, by beam search; and how often that gives valid grids.
+"""Decoding grids with a network: one pass, cell by cell, beam search; and rates of valid grids.
 
-Cell by cell and by beam search a digit is only ever put where its row and column lack it: a rate of valid grids says
-something about the network only beside the baseline, a random digit by the same rules in the same order of cells.
+Cell-by-cell and beam decoding only place digits that row and column lack, so rates of valid grids need their baseline:
+random digits by the same rules in the same order.
 
 Arrays: G grids, N side, K = N digit indices; `cells` (G, N, N) int64 digit indices, -1 where empty or outside.
 """
@@ -21,14 +21,14 @@ from matrixlib.tasks.latin.vocabulary import MODES, token_table
 
 NEVER = -1e9
 FILLS = ((0.0, 0.0), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7))
-EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size and from this fill on, all completions can be counted
-WIDTH = 4  # grids that beam search keeps
+EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size, from this fill on, completions are countable
+WIDTH = 4  # beam width
 Predict = Callable[[Tensor], Tensor]
 """cells (G, N, N) -> log-probabilities (G, N, N, K) of the digit indices."""
 
 
 def network(model: nn.Module, mode: str, size: int) -> Predict:
-    """The network as a predictor for grids of a mode and a size."""
+    """The network as a predictor for grids of one mode and size."""
     digits = torch.from_numpy(token_table()[MODES.index(mode), size, :size])
 
     def predict(cells: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def network(model: nn.Module, mode: str, size: int) -> Predict:
 
 
 def empty(cells: Tensor, size: Tensor) -> Tensor:
-    """(G, N, N) bool: cells of the grids that have no digit yet; a decoded grid without one is valid."""
+    """(G, N, N) bool: empty cells inside the grids; a decoded grid without any is valid."""
     return (cells < 0) & inside(size, cells.shape[1])
 
 
 def candidates(cells: Tensor, size: Tensor) -> Tensor:
-    """(G, N, N, K) bool: digits that may be put into each empty cell of the grid; none into others."""
+    """(G, N, N, K) bool: digits allowed in each empty cell; none elsewhere."""
     side = cells.shape[1]
     placed = functional.one_hot(cells + 1, side + 1)[..., 1:].bool()
     used = placed.any(1)[:, None] | placed.any(2)[:, :, None]
@@ -57,15 +57,15 @@ def candidates(cells: Tensor, size: Tensor) -> Tensor:
 
 
 def one_pass(cells: Tensor, size: Tensor, predict: Predict) -> Tensor:
-    """(G, N, N): every empty cell filled with the network's best digit at once, whatever the others are."""
+    """(G, N, N): every empty cell filled at once with the network's best digit."""
     return torch.where(empty(cells, size), predict(cells).argmax(3), cells)
 
 
 def fill_one(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator) -> Tensor:
-    """One more cell of each grid: the one with the fewest candidates gets the best of them; of several, the one that
-    the network is surest of. predict None: ties and digits at random.
+    """Fill one cell of each grid: the most constrained one (ties: the network's most confident) with its best
+    candidate. predict None: random ties and digits.
 
-    A grid with a cell that has no candidate stays as it is; `cells` itself where no grid goes on. generator: on the
+    Grids with a cell without candidates are unchanged; returns `cells` itself if no grid changes. generator: on the
     device of `cells`.
     """
     possible, left = candidates(cells, size), empty(cells, size)
@@ -78,17 +78,17 @@ def fill_one(cells: Tensor, size: Tensor, predict: Predict | None, generator: to
 
 
 def iterative(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator) -> Tensor:
-    """(G, N, N): `fill_one` as long as there is a grid that goes on."""
+    """(G, N, N): `fill_one` until no grid changes."""
     while (after := fill_one(cells, size, predict, generator)) is not cells:
         cells = after
     return cells
 
 
 def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, width: int) -> Tensor:
-    """(G, N, N) by beam search: `width` partial grids for each grid, ranked by the sum of their log-probabilities.
+    """(G, N, N) by beam search with `width` partial grids a grid, ranked by total log-probability.
 
-    Every partial grid is extended in its cell with the fewest candidates by each of them; those without one
-    are dropped. predict None: ranked at random. `predict` gets G * width grids, those of one grid together.
+    Each partial grid is extended in its most constrained cell by every candidate; dead ends are dropped. predict None:
+    random ranks. `predict` gets G * width grids, those of one grid adjacent.
     """
     count, side = len(cells), cells.shape[1]
     beams = cells.repeat_interleave(width, 0)
@@ -99,7 +99,7 @@ def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.
         place, scores = _next_cell(beams, sizes, candidates(beams, sizes), predict, generator)
         extended = total.view(-1, 1) + scores
         done = ~empty(beams, sizes).flatten(1).any(1)
-        # A finished grid goes on as itself, by way of digit 0.
+        # A finished grid continues unchanged, as digit 0.
         extended = torch.where(done[:, None], torch.full_like(extended, NEVER), extended)
         extended[:, 0] = torch.where(done, total.flatten(), extended[:, 0])
         total, best_extensions = extended.clamp(min=NEVER).view(count, -1).topk(width, 1)
@@ -115,7 +115,7 @@ def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.
 def _next_cell(
     cells: Tensor, size: Tensor, possible: Tensor, predict: Predict | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(G,) flat index of the empty cell to fill, and (G, K) log-probabilities of its candidates, NEVER of others."""
+    """(G,) flat index of the cell to fill, and (G, K) log-probabilities of its candidates, NEVER for others."""
     if predict is None:
         scores = torch.rand(possible.shape, device=cells.device, generator=generator).log()
     else:
@@ -134,13 +134,12 @@ def _next_cell(
 def rates(
     model: nn.Module, pools: Mapping[int, np.ndarray], modes: Sequence[str], grids: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Figures of a network (on any device, left in eval mode) on `grids` held-out puzzles of each kind: size, mode and
-    range of fill; shares in 0..1. The same seed makes the same puzzles, in all modes, and the same baselines.
+    """Figures of a network (any device, eval mode) on `grids` held-out puzzles of each size, mode and fill range; rates
+    in 0..1. Equal seeds give equal puzzles in all modes, and equal baselines.
 
-    pools: size -> (count, n, n) digit indices, drawn from with repetition. valid: completed by the best digits of one
-    pass; exact: by the exact probabilities, None where they cannot be counted. accuracy: hidden cells whose best digit
-    is the square's. violations: repeated digits a grid after one pass. iterative, beam: valid by decoding; *_baseline:
-    the same without a network.
+    pools: size -> (count, n, n) digit indices, sampled with repetition. valid: solved in one pass; exact: the same with
+    exact probabilities, None if not countable. accuracy: hidden cells with the square's digit. violations: repeated
+    digits a grid after one pass. iterative, beam: solved by decoding; *_baseline: without a network.
     """
     model.eval()
     kinds = itertools.product(pools, modes, FILLS)
@@ -186,7 +185,7 @@ def _share(hits: Tensor) -> float:
 
 
 def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
-    """Share of puzzles (G, n, n) that are valid with the most frequent digit of all completions in each hidden cell."""
+    """Share of puzzles (G, n, n) solved by the most frequent digit over all completions in each hidden cell."""
     cells = np.where(hidden, -1, square)
     best = np.stack([pool.marginals(puzzle)[0].argmax(2) for puzzle in cells])
     return float(pool.is_latin(np.where(hidden, best, square)).mean())

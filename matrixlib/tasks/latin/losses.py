@@ -1,7 +1,7 @@
-"""Loss sums, metrics, chance levels and floors of completed grids.
+"""Losses, metrics, chance levels and floors of completed grids.
 
-Arrays: B batch, N side, K = N digit indices; `log_p` (B, N, N, K) fp32 log-probabilities of the digit indices of each
-cell's puzzle, `target` (B, N, N) int64 digit indices, `hidden` (B, N, N) bool, `size` (B,) int64.
+Arrays: B batch, N side, K = N digit indices; `log_p` (B, N, N, K) fp32 log-probabilities of each cell's digit indices,
+`target` (B, N, N) int64 digit indices, `hidden` (B, N, N) bool, `size` (B,) int64.
 """
 
 import torch
@@ -17,20 +17,20 @@ Sums = dict[str, Tensor]
 
 
 def inside(size: Tensor, side: int) -> Tensor:
-    """(B, side, side) bool: cells of the grids of these sizes (B,)."""
+    """(B, side, side) bool: cells inside grids of these sizes (B,)."""
     places = torch.arange(side, device=size.device) < size[:, None]
     return places[:, :, None] & places[:, None, :]
 
 
 def tokens(batch: Batch) -> Tensor:
-    """(B, N, N) int64 input tokens of `prepare`'s arrays: digits where revealed, EMPTY, PAD outside."""
+    """(B, N, N) int64 input tokens: given digits, EMPTY, PAD outside."""
     square = batch["square"]
     digits = batch["digits"].gather(1, square.long().flatten(1)).view_as(square)
     return torch.where(inside(batch["size"], square.shape[1]), torch.where(batch["hidden"], EMPTY, digits), PAD)
 
 
 def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Token logits (B, N, N, 35) to log-probabilities (B, N, N, K) of the digits with tokens (B, K), 0 = none."""
+    """Token logits (B, N, N, 35) to log-probabilities (B, N, N, K) of digits with tokens (B, K), 0 = none."""
     side = logits.shape[1]
     index = tokens[:, None, None].expand(-1, side, side, -1)
     digit_logits = logits.float().gather(3, index)
@@ -38,9 +38,9 @@ def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def cell_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoothing: float) -> tuple[Tensor, Sums]:
-    """Cross-entropy summed over the hidden cells; `smoothing` of the target is spread over the n digits.
+    """Cross-entropy summed over hidden cells, label-smoothed over the n digits.
 
-    Metrics, summed over the same cells: accuracy (best digit = target), entropy of the prediction (nats).
+    Metrics over the same cells: accuracy, entropy of the prediction (nats).
     """
     loss = -log_p.gather(3, target[..., None])[..., 0]
     possible = log_p.masked_fill(log_p < IMPOSSIBLE / 2, 0.0)
@@ -55,12 +55,11 @@ def cell_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoot
 
 
 def constraint_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor) -> tuple[Tensor, Sums]:
-    """Penalty on digits expected more than once: per grid the mean over lines and digits of relu(E - 1)^2, rows
-    and columns added, summed over the grids with a hidden cell.
+    """Penalty on digits expected more than once: the mean over lines and digits of relu(E - 1)^2, rows plus columns,
+    summed over grids with a hidden cell.
 
-    E is the expected number of times that a digit stands in a line: the prediction where a cell is hidden, the
-    given where it is not. Metrics over the same grids: valid (the best digits complete the grid), violations
-    (digits of a line too many, over all lines).
+    E: expected count of a digit in a line, from predictions in hidden cells and given digits elsewhere. Metrics over
+    the same grids: valid (the best digits solve the grid), violations (repeated digits over all lines).
     """
     k = log_p.shape[3]
     grid = inside(size, log_p.shape[1])
@@ -76,16 +75,16 @@ def constraint_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor)
 
 
 def violations(filled: Tensor, size: Tensor) -> Tensor:
-    """(B,) int64: how many digits of whole grids (B, N, N) repeat an earlier one of their row or column."""
+    """(B,) int64: digits of full grids (B, N, N) that repeat an earlier one of their row or column."""
     side = filled.shape[1]
     digits = functional.one_hot(filled, side) * inside(size, side)[..., None]
     return sum((digits.sum(axis) - 1).clamp(min=0).sum((1, 2)) for axis in (1, 2))  # type: ignore[return-value]
 
 
 def cell_bounds(hidden: Tensor, size: Tensor, smoothing: float) -> tuple[float, float]:
-    """(chance, floor) of `cell_loss`: ln n a cell, and the entropy of its smoothed target.
+    """(chance, floor) of `cell_loss`: ln n a cell, and the entropy of the smoothed target.
 
-    The floor is that of a network that knows each square; where a puzzle has several completions none does.
+    The floor assumes a known square; with several completions no network reaches it.
     """
     cells = hidden.flatten(1).sum(1).double()
     n = size.double()
@@ -96,7 +95,7 @@ def cell_bounds(hidden: Tensor, size: Tensor, smoothing: float) -> tuple[float, 
 
 
 def constraint_chance(target: Tensor, hidden: Tensor, size: Tensor) -> float:
-    """`constraint_loss` of a network that finds all n digits equally likely; the least is 0."""
+    """`constraint_loss` of uniform predictions; the floor is 0."""
     k = target.shape[1]
     digits = torch.arange(k, device=size.device) < size[:, None]
     uniform = torch.where(digits, -size.double().log()[:, None], IMPOSSIBLE)[:, None, None]

@@ -1,6 +1,6 @@
-"""The network: a transformer over the cells of a grid.
+"""A transformer over the cells of a grid.
 
-Arrays: B batch, N side of the grid that holds all squares of a batch, L = N * N cells, row by row.
+Arrays: B batch, N side of the largest grid in a batch, L = N * N cells, row by row.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ DEVIATION = 0.02  # of the initial weights
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each behind a LayerNorm and added to its input."""
+    """Pre-norm attention and MLP with residual connections."""
 
     def __init__(self, config: LatinModelConfig) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def relate(self, relations: Tensor, mask: Tensor) -> Tensor:
-        """(B or 1, heads or 1, L, L) from relations (L, L) int64 and mask (B or 1, 1, L, L), 0 where a cell sees, else
+        """Attention bias (B or 1, heads or 1, L, L) from relations (L, L) int64 and mask (B or 1, 1, L, L), 0 or
         -inf."""
         return mask if self.relation is None else mask + self.relation[:, relations]
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """x (B, L, width); bias as `relate` gives it, the same in every repeat."""
+        """x (B, L, width); bias from `relate`, equal in every repeat."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=bias.to(q.dtype), dropout_p=self.dropout if self.training else 0.0
@@ -48,10 +48,10 @@ class Block(nn.Module):
 
 
 class LatinNet(nn.Module):
-    """Tokens of a partly revealed grid to logits over the 35 tokens for each cell.
+    """Tokens of a partial grid to logits over 35 tokens a cell.
 
-    A cell is embedded as the sum of its token, row, column, the grid's size and its mode. `relations` adds a
-    learned attention bias by head for cells of one row and of one column, which is what the puzzle is about.
+    A cell's embedding is the sum of token, row, column, grid size and mode. `relations` adds a learned attention bias
+    by head for cells of the same row or column.
     """
 
     def __init__(self, config: LatinModelConfig) -> None:
@@ -65,7 +65,7 @@ class LatinNet(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, TOKENS)
         for name, parameter in self.named_parameters():
             if name.endswith("relation"):
-                # Heads start with an eye for rows and for columns in turn.
+                # Heads start with a bias for rows and columns in turn.
                 with torch.no_grad():
                     parameter[0::2, 1] = 1.0
                     parameter[1::2, 2] = 1.0
@@ -75,7 +75,7 @@ class LatinNet(nn.Module):
                 nn.init.zeros_(parameter)
 
     def edges(self) -> list[nn.Module]:
-        """The layer that gives the outputs; what takes the tokens are embeddings."""
+        """The output layer; inputs are embeddings."""
         return [self.head]
 
     def forward(self, tokens: Tensor, size: Tensor, mode: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class LatinNet(nn.Module):
         return logits.unflatten(1, (side, side))
 
     def _mask(self, tokens: Tensor) -> Tensor:
-        """(B, 1, L, L) fp32: 0 where a cell may look, -inf at cells outside the grid, and, if causal, at later ones."""
+        """(B, 1, L, L) fp32: 0 for visible cells, -inf outside the grid and, if causal, for later ones."""
         length = tokens.shape[1]
         hidden = (tokens == PAD)[:, None, None, :].expand(-1, 1, length, length)
         if self.config.causal:
@@ -110,7 +110,7 @@ class LatinNet(nn.Module):
 
 
 class LatinOnnx(onnx.OnnxModule):
-    """The network as its consumers call it, on grids of 16 x 16."""
+    """The network for export, on 16 x 16 grids."""
 
     inputs = ("input_grid", "grid_size", "mode")
     outputs = ("cell_logits",)
@@ -133,14 +133,14 @@ class LatinOnnx(onnx.OnnxModule):
 
 
 def export(model: LatinNet, path: Path | str) -> onnx.OnnxFile:
-    """Write a network for Latin squares as ONNX; errors as of `engine.onnx.export`. Compared inside the grids, over all
-    sizes and modes and batches of 1 and 3."""
+    """Write a Latin-square network as ONNX; errors as `engine.onnx.export`. Compared inside the grids over all sizes,
+    modes, and batches of 1 and 3."""
     sizes = range(3, SIDE + 1)
     return onnx.export(LatinOnnx(model), path, [_grids(rows, size) for size in sizes for rows in (1, 3)])
 
 
 def _grids(count: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs for `count` grids of a size, of random tokens, the modes in turn: (b, 16, 16), (b,), (b,) int64."""
+    """Random inputs for `count` grids of one size, modes in turn: (b, 16, 16), (b,), (b,) int64."""
     grid = np.full((count, SIDE, SIDE), PAD, np.int64)
     grid[:, :size, :size] = np.random.default_rng(size).integers(EMPTY, TOKENS, (count, size, size))
     return grid, np.full(count, size, np.int64), np.arange(count) % len(MODES)

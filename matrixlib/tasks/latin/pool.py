@@ -1,10 +1,10 @@
-"""Latin squares, exactly: random ones, all of a small order, all completions of a puzzle; and their pool on disk.
+"""Latin squares: random ones, all of a small order, all completions of a puzzle; and their pool on disk.
 
-A square is an (n, n) array of digits 0..n-1, each once in every row and column. It is held out where a hash of its
-cells says so, about one in eight: by distinct square, whatever was generated when. Permuted rows, columns and digits
-turn it into all others of its isotopy class, of which there are 1, 2, 2, 22 and 564 for sizes 3 to 7: there held out
-means "this square was never seen", from size 8 on (1,676,267 classes) most likely "nothing like it". At size 3 two of
-the twelve are held out, and a network that knows the other ten by heart is wrong on them.
+A square is an (n, n) array of digits 0..n-1, each once in every row and column. About one in eight is held out, by a
+hash of its cells, so by distinct square. Permuting rows, columns and digits gives all others of its isotopy class (1,
+2, 2, 22, 564 classes for sizes 3 to 7): there held out means "this square was never seen", from size 8 (1,676,267
+classes) most likely "nothing like it". At size 3 two of twelve are held out, and a network that memorised the other ten
+is wrong on them.
 """
 
 import functools
@@ -28,12 +28,12 @@ I64: TypeAlias = NDArray[np.int64]
 U64: TypeAlias = NDArray[np.uint64]
 
 COUNTS = {1: 1, 2: 2, 3: 12, 4: 576, 5: 161_280}
-"""Number of Latin squares of an order (OEIS A002860), of those that `every` lists."""
+"""Number of Latin squares of an order (OEIS A002860), as listed by `every`."""
 
 
 @kernel
 def _below(state: U64, n: Int) -> Int:
-    """A random integer of 0..n-1; SplitMix64 on the one-element `state`."""
+    """A random integer in 0..n-1; SplitMix64 on the one-element `state`."""
     state[0] += uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
@@ -44,7 +44,7 @@ def _below(state: U64, n: Int) -> Int:
 
 @kernel
 def _one(line: I8, state: U64, proper: bool) -> Int:
-    """Index of a 1 in `line`: the only one, or one of two at random where the square is improper."""
+    """Index of a 1 in `line`: the only one, or a random one of two if the square is improper."""
     first = -1
     for i in range(len(line)):
         if line[i] == 1:
@@ -59,7 +59,7 @@ def _one(line: I8, state: U64, proper: bool) -> Int:
 
 @kernel
 def _walk(cube: I8, bad: I64, visits: Int, state: U64) -> None:
-    """Moves on the incidence cube until `visits` proper squares have been met; bad: room for the place of a -1."""
+    """Moves on the incidence cube until `visits` proper squares were met. bad: place of the -1."""
     n = len(cube)
     proper: Any = True
     while visits:
@@ -87,7 +87,7 @@ def _walk(cube: I8, bad: I64, visits: Int, state: U64) -> None:
 
 @kernel
 def _chain(n: Int, count: Int, state: U64, out: U8) -> None:
-    """`count` squares from one chain, 2 n**2 proper squares apart, after 10 n**3 from the cyclic one."""
+    """`count` squares of one chain, 2 n**2 proper squares apart, after a burn-in of 10 n**3 from the cyclic square."""
     cube = np.zeros((n, n, n), np.int8)
     for r, c in np.ndindex(n, n):
         cube[r, c, (r + c) % n] = 1
@@ -100,11 +100,11 @@ def _chain(n: Int, count: Int, state: U64, out: U8) -> None:
 
 
 def generate(size: int, count: int, seed: int) -> np.ndarray:
-    """(count, size, size) uint8 random Latin squares, uniform over all of that order; repeats are possible.
+    """(count, size, size) uint8 random Latin squares, uniform over the order; repeats are possible.
 
-    The chain of Jacobson and Matthews, "Generating uniformly distributed random Latin squares" (1996), whose moves pass
-    through improper squares (one cell of the incidence cube at -1). Its stationary distribution is uniform; only proper
-    squares are counted and taken. The same arguments give the same squares. Raises ValueError for a size outside 2..16.
+    Jacobson and Matthews, "Generating uniformly distributed random Latin squares" (1996): a chain through improper
+    squares (one cell of the incidence cube at -1) with uniform stationary distribution; only proper squares are
+    counted. Deterministic. ValueError for a size outside 2..16.
     """
     if not 2 <= size <= 16:
         raise ValueError(f"size must lie in 2..16, not {size}")
@@ -115,7 +115,7 @@ def generate(size: int, count: int, seed: int) -> np.ndarray:
 
 
 def is_latin(squares: np.ndarray) -> np.ndarray:
-    """(count,) bool: which of (count, n, n) hold each of 0..n-1 once in every row and column."""
+    """(count,) bool: which (count, n, n) are Latin squares."""
     n = squares.shape[-1]
     digits = np.arange(n)
     rows, columns = (np.sort(squares, axis=axis) for axis in (2, 1))
@@ -124,8 +124,8 @@ def is_latin(squares: np.ndarray) -> np.ndarray:
 
 @kernel
 def _search(cells: I8, counts: I64, limit: Int, grids: I8) -> Int:
-    """The number of completions of `cells` (n, n), up to `limit`: depth first, the cell with fewest candidates next.
-    The first go to `grids`; counts (n, n, n): how many have each digit in each cell."""
+    """Number of completions of `cells` (n, n), up to `limit`, depth first, most constrained cell next. The first are
+    written to `grids`; counts (n, n, n): completions with each digit in each cell."""
     n = len(cells)
     rows, columns = np.zeros(n, np.int64), np.zeros(n, np.int64)
     empty = 0
@@ -192,8 +192,8 @@ def every(size: int) -> np.ndarray:
 
 
 def marginals(puzzle: np.ndarray, limit: int = 1_000_000) -> tuple[np.ndarray, int]:
-    """How many completions of `puzzle` (n, n), -1 = empty, have each digit in each cell, (n, n, n) int64, and their
-    number: divided by it, what a perfect network predicts. Raises ValueError at `limit` completions."""
+    """Completions of `puzzle` (n, n), -1 = empty, with each digit in each cell, (n, n, n) int64, and their number; the
+    ratio is the perfect prediction. ValueError at `limit` completions."""
     n = len(puzzle)
     counts = np.zeros((n, n, n), np.int64)
     number = int(_search(puzzle.astype(np.int8), counts, limit, np.empty((0, n, n), np.int8)))
@@ -205,23 +205,23 @@ def marginals(puzzle: np.ndarray, limit: int = 1_000_000) -> tuple[np.ndarray, i
 # The pool
 
 LAYOUT = Layout("latin", 1, np.dtype([("size", "u1"), ("cells", "u1", (SIDE * SIDE // 2,))]), {})
-"""A record: size, and the digit indices of a 16 x 16 grid, two cells a byte (low half first), 0 outside."""
+"""A record: size, and digit indices of a 16 x 16 grid, two cells a byte (low half first), 0 outside."""
 HELD_OUT = 8  # one square in so many
 PRIME = 2**31 - 1
 CREATED = "2026-01-01T00:00:00Z"
-"""Creation time in every pool, which is a function of sizes, count and seed alone: the same bytes everywhere."""
+"""Creation time of every pool: pools are a function of sizes, count and seed."""
 SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 @functools.cache
 def hash_weights() -> np.ndarray:
-    """(16, 16) int64 random weights below 2**31 of the hash that splits; part of the format."""
+    """(16, 16) int64 weights below 2**31 of the splitting hash; part of the format."""
     state = np.random.SeedSequence(1).generate_state(SIDE * SIDE, np.uint32)
     return (state >> np.uint32(1)).astype(np.int64).reshape(SIDE, SIDE)
 
 
 def held_out(squares: np.ndarray) -> np.ndarray:
-    """(count,) bool: which squares (count, n, n) are held out; zeros around a square change nothing."""
+    """(count,) bool: which squares (count, n, n) are held out; zero padding has no effect."""
     n = squares.shape[-1]
     total = (squares.astype(np.int64) * hash_weights()[:n, :n]).sum((1, 2))
     return total % PRIME % HELD_OUT == 0
@@ -237,7 +237,7 @@ def random_scores(key: np.ndarray, count: int) -> np.ndarray:
 
 
 def permutations(key: np.ndarray, size: np.ndarray, side: int) -> np.ndarray:
-    """(3, B, side) three permutations of 0..size-1, the places from `size` on left alone."""
+    """(3, B, side) three permutations of 0..size-1; places from `size` on are fixed."""
     scores = random_scores(key, 3 * SIDE).reshape(-1, 3, SIDE)[:, :, :side]
     outside = np.arange(side) >= size[:, None, None]
     order = np.where(outside, np.iinfo(np.uint64).max, scores).argsort(2, kind="stable")
@@ -245,8 +245,8 @@ def permutations(key: np.ndarray, size: np.ndarray, side: int) -> np.ndarray:
 
 
 def isotopes(squares: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Squares (B, N, N) uint8 with rows, columns and digits permuted inside their size (B,), by their keys (B,) alone.
-    One that would become a held-out one stays as it is."""
+    """Squares (B, N, N) uint8 with rows, columns and digits permuted inside their size (B,), by keys (B,). Unchanged
+    where the result would be a held-out square."""
     side = squares.shape[-1]
     rows, columns, digits = permutations(key, size, side)
     moved = np.take_along_axis(np.take_along_axis(squares, rows[:, :, None], 1), columns[:, None], 2)
@@ -255,7 +255,7 @@ def isotopes(squares: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarr
 
 
 def inside(size: np.ndarray, side: int) -> np.ndarray:
-    """(B, side, side) bool: cells of the grids of these sizes (B,)."""
+    """(B, side, side) bool: cells inside grids of these sizes (B,)."""
     places = np.arange(side) < size[:, None]
     return places[:, :, None] & places[:, None, :]
 
@@ -273,14 +273,14 @@ def pack(squares: np.ndarray) -> np.ndarray:
 
 
 def unpack(records: np.ndarray, side: int = SIDE) -> np.ndarray:
-    """(count, side, side) uint8 digit indices of records; no square may be larger than `side`."""
+    """(count, side, side) uint8 digit indices of records; squares must fit into `side`."""
     cells = records["cells"]
     grid = np.stack([cells & 15, cells >> 4], axis=2).reshape(-1, SIDE, SIDE)
     return np.ascontiguousarray(grid[:, :side, :side])
 
 
 def read(paths: Iterable[Path | str]) -> dict[int, np.ndarray]:
-    """Size -> its different squares (count, n, n) in shards. Raises ShardError."""
+    """Size -> distinct squares (count, n, n) in shards. Raises ShardError."""
     shards = [Shard(path, LAYOUT) for path in paths]
     records = np.concatenate([shard.gather(np.arange(len(shard)))["records"] for shard in shards])
     sizes = np.unique(records["size"]).tolist()
@@ -288,14 +288,14 @@ def read(paths: Iterable[Path | str]) -> dict[int, np.ndarray]:
 
 
 def source(size: int) -> str:
-    """What the catalogue says about the shards of a size."""
+    """Catalogue source of a size's shards."""
     return f"size {size}"
 
 
 def build(folder: Path | str, sizes: Sequence[int], count: int, seed: int) -> None:
-    """Write the shards of `sizes` that are not in `folder` yet, each with its share of `count` rows.
+    """Write missing shards of `sizes` to `folder`, each with its share of `count` rows.
 
-    Where there are too few different squares they are repeated, so that every size is drawn equally often.
+    Few distinct squares are repeated, so that every size is drawn equally often.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Latin squares as a task: puzzles of several sizes, modes and fills.
+"""The Latin-squares task: puzzles of several sizes, modes and fills.
 
-Terms: "cell" (cross-entropy of hidden cells; items are cells) and "constraint" (digits expected more than once;
-items are grids with a hidden cell).
+Terms: "cell" (cross-entropy of hidden cells; items are cells) and "constraint" (digits expected more than once; items
+are grids with a hidden cell).
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ from matrixlib.tasks.spec import Check, Overfit, Stage, TaskSpec, given_folder
 
 @dataclass(frozen=True)
 class LatinTask(Ungated):
-    """Completing Latin squares as `config` describes it. Frozen and picklable, as the workers get a copy.
+    """Completing Latin squares. Frozen and picklable, for loader workers.
 
-    stage: the curriculum's values in force, dimension -> stage; None, for validation, is the last stage of size
-    and mode, and the fill of all stages.
+    stage: current curriculum values, dimension -> stage; None (validation): the last stage of size and mode, fills of
+    all stages.
     """
 
     config: LatinConfig
@@ -47,7 +47,7 @@ class LatinTask(Ungated):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Of this stage: `size` (smallest, largest), `mode` (names), `fill` (least, greatest)."""
+        """Of this stage: `size` (smallest, largest), `mode` (names), `fill` (lowest, highest)."""
         hardest = {name: section.stages[-1] for name, section in self.dimensions.items()}
         return self.stage or hardest | {"fill": self.every_fill}
 
@@ -59,7 +59,7 @@ class LatinTask(Ungated):
 
     @property
     def every_fill(self) -> tuple[float, float]:
-        """Least and greatest fill of any stage."""
+        """Lowest and highest fill of any stage."""
         lows, highs = zip(*self.config.curriculum.fill.stages, strict=True)
         return min(lows), max(highs)
 
@@ -68,16 +68,16 @@ class LatinTask(Ungated):
         return {"cell": self.config.loss.cell, "constraint": self.config.loss.constraint}
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Stored squares, each permuted by a key of its own, to puzzles of this stage; N is its largest size.
+        """Stored squares, each permuted by its own key, to puzzles of this stage; N is its largest size.
 
         `square` u8 (B, N, N) digit indices, 0 outside; `hidden` bool (B, N, N); `size`, `mode` i64 (B,); `digits` i64
-        (B, N), token of each digit index, PAD = none. `easy_share` of the rows have a fill of any stage. Every random
-        number is drawn whether it is used or not.
+        (B, N), token of each digit index, PAD = none. `easy_share` of the rows have a fill of any stage. All random
+        numbers are drawn whether used or not.
         """
         return self._puzzles(batch["records"], rng, self.config.data.easy_share, self.config.data.augment)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """As `prepare`, with no square permuted and no easy share."""
+        """`prepare` without permutation and easy share."""
         return self._puzzles(batch["records"], rng, 0.0, False)
 
     def _puzzles(
@@ -150,7 +150,7 @@ class LatinTask(Ungated):
         return {"cell": logits.gather(3, digits.expand(-1, side, side, -1)).masked_fill(~shown, torch.nan)}
 
 
-MIN_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
+MIN_GRIDS = 16  # held-out puzzles of each kind; or a tenth of `validation.sample`
 
 
 class LatinSpec(TaskSpec[LatinConfig]):
@@ -179,7 +179,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
     small = {
         "data": {"squares": 20480},
         "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
-        "curriculum": {  # a phase long enough before the fault that its band is known, and one after it
+        "curriculum": {  # a phase long enough before the fault to know its band, and one after
             "size": {"fractions": [0.2, 0.8]},
             "mode": {"fractions": [0.8, 0.2]},
             "fill": {"fractions": [0.2, 0.6, 0.2]},
@@ -187,7 +187,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         "optim": {"learning_rate": 0.01},
         "train": {"batch_size": 64},
         "health": {"window": 32},
-        "validation": {"sample": 256},  # sixteen puzzles of each kind to decode, not a hundred
+        "validation": {"sample": 256},  # decode 16 puzzles of each kind, not 100
         "runtime": {"precision": "fp32", "threads": 1},
     }
 
@@ -214,7 +214,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return export(net.model, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
+        """Valid grids and correct cells over all kinds of puzzles, with decoding without a network as baseline."""
         task = net.task
         squares = pool.read(local_path(row) for row in catalogue.shards("validation"))
         grids = max(MIN_GRIDS, (sample or task.config.validation.sample) // 10)

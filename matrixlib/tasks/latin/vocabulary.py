@@ -1,6 +1,6 @@
 """The 35 tokens, and the digits of each mode.
 
-Squares hold digit *indices* 0..n-1; a mode says which digit each index stands for, in rising order.
+Squares hold digit *indices* 0..n-1; a mode maps them to digits, ascending.
 """
 
 import functools
@@ -19,7 +19,7 @@ def token(digit: int) -> int:
 
 
 def digits(mode: str, size: int) -> list[int]:
-    """The `size` digits of a mode, rising: 1..n, 0..n-1, or -(n//2)..n//2 with 0 for odd n alone."""
+    """The `size` digits of a mode, ascending: 1..n, 0..n-1, or -(n//2)..n//2 (0 only for odd n)."""
     if mode == "negative":
         return [digit for digit in range(-(size // 2), size // 2 + 1) if digit or size % 2]
     return list(range(1, size + 1) if mode == "standard" else range(size))
@@ -27,7 +27,7 @@ def digits(mode: str, size: int) -> list[int]:
 
 @functools.cache
 def token_table() -> np.ndarray:
-    """(modes, 17, 16) int64: the token of each digit index, by mode and size; PAD where there is none."""
+    """(modes, 17, 16) int64: token of each digit index, by mode and size; PAD if none."""
     table = np.full((len(MODES), SIDE + 1, SIDE), PAD, np.int64)
     for number, mode in enumerate(MODES):
         for size in range(1, SIDE + 1):

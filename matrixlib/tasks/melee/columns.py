@@ -1,8 +1,8 @@
-"""What is stored of a game: stretches of consecutive frames, each as one of the two players sees it.
+"""Stored game data: stretches of consecutive frames from one player's view.
 
-A row of a shard is a stretch: OWN frames that no other row of this player has as its own, and behind them the frames
-that a window which begins there may reach into. So a window is a range of one row, and never crosses a game. The state
-of a frame is the one after it, its controller the one that led there (Slippi's post- and pre-frame events).
+A row of a shard: OWN frames belonging to this row only, then the frames that windows starting in it may reach. So a
+window is a range of one row and never crosses games. A frame's state is the one after it, its controller the one that
+led there (Slippi's post- and pre-frame events).
 """
 
 import numpy as np
@@ -10,26 +10,26 @@ import numpy as np
 from matrixlib.data.shards import Layout
 
 OWN = 60
-"""Frames of a row that are its own, one second: the longest window."""
+"""A row's own frames, one second: the longest window."""
 DELAYS = 18
-"""The longest delay in frames."""
+"""Longest delay in frames."""
 ROW = OWN + OWN - 1 + DELAYS + 1
-"""Frames of a row at most: a window that begins with the last own frame, and its last target."""
+"""Most frames of a row: a window starting at the last own frame, plus its last target."""
 FIRST = -39
-"""The first frame in which a controller does something (https://github.com/project-slippi/slippi-wiki)."""
+"""First frame with controller input (https://github.com/project-slippi/slippi-wiki)."""
 
 BUTTONS = ("A", "B", "X", "Y", "Z", "L", "R", "D-up")
 MASKS = (0x100, 0x200, 0x400, 0x800, 0x10, 0x40, 0x20, 0x08)
-"""Bit of each button in what Slippi records."""
+"""Slippi's bit of each button."""
 STICKS = ("main x", "main y", "c x", "c y")
 CHARACTERS = 33
-"""Characters, by the game's internal numbers."""
+"""Number of characters, by internal id."""
 STICK_STEPS, SHOULDER_STEPS = 80, 140
 """The game's own steps of a stick from its centre to its edge, and of a shoulder button."""
 UNKNOWN = 255
-"""Of a whole number that the version of a replay does not record."""
+"""Integers that a replay's version does not record."""
 
-# Bits of `flags`: where neither of a pair is set, nobody knows, or the player faces the screen.
+# Bits of `flags`: if neither of a pair is set it is unknown, or the player faces the screen.
 RIGHT, LEFT, GROUND, AIR, SAFE, OPEN = (1 << bit for bit in range(6))
 # Bits of `known`: what the version of a replay records.
 SPEEDS, GROUNDED, ACTION_FRAME, SAFETY, ITEMS = (1 << bit for bit in range(5))
@@ -51,22 +51,22 @@ PLAYER = np.dtype(
         ("action_frame", "<f2"),
     ]
 )
-"""A character after a frame, in the game's units; NaN and UNKNOWN where a replay does not say."""
+"""A character after a frame, in game units; NaN and UNKNOWN if not recorded."""
 HALVES = np.dtype({"names": ["halves"], "formats": [("<f2", 11)], "offsets": [6], "itemsize": PLAYER.itemsize})
-"""The same, all that are halves at once, in their order."""
+"""View of all float16 fields at once, in order."""
 CONTROLLER = np.dtype([("buttons", "u1"), ("sticks", "i1", (4,)), ("shoulder", "u1")])
 """buttons: bit i is BUTTONS[i]; sticks: steps from the centre; shoulder: steps."""
 FRAME = np.dtype([("self", PLAYER), ("other", PLAYER), ("controller", CONTROLLER)])
 PAIR = np.dtype({"names": ["players"], "formats": [(PLAYER, 2)], "offsets": [0], "itemsize": FRAME.itemsize})
-"""The same, both players at once."""
+"""View of both players at once."""
 FOLLOWER = np.dtype([("at", "<u4"), ("whose", "u1"), ("state", PLAYER)])
-"""The second of the Ice Climbers. at: frame of the row; whose: 0 ours, 1 theirs."""
+"""The second Ice Climber. at: frame of the row; whose: 0 ours, 1 theirs."""
 ITEM = np.dtype([("at", "<u4"), ("owner", "i1"), ("type", "<u2"), ("place", "<f2", (2,)), ("speed", "<f2", (2,))])
 """owner: 1 ours, -1 theirs, 0 nobody's."""
 SLOTS = 5
-"""Items that a network is told of."""
+"""Items shown to a network."""
 NOTHING = 0xFFFF
-"""Type of an item that is not there."""
+"""Type of an absent item."""
 SCENE = np.dtype(
     [
         ("players", PLAYER, (2,)),
@@ -81,7 +81,7 @@ SCENE = np.dtype(
         ("delay", "u1"),
     ]
 )
-"""A frame with all that is said of it to a network; of two players, ours comes first."""
+"""A frame with all network inputs; our player first."""
 RECORD = np.dtype(
     [
         ("game", "<u8"),

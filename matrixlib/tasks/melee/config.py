@@ -1,4 +1,4 @@
-"""Options of a training on Melee: data, network, losses."""
+"""Options of Melee training: data, network, losses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class MeleeDataConfig(DataConfig):
     source: str = option("sample", "`sample` (ships with the package), or a folder of imported replays")
     window: Annotated[int, Field(ge=1, le=OWN)] = option(60, "frames of a window, 60 a second")
     delay: tuple[Delay, Delay] = option(
-        (0, 0), "least and greatest frames from a state to the decision on it; held-out rows have the least"
+        (0, 0), "fewest and most frames from a state to its decision; held-out rows use the fewest"
     )
-    mirror: Fraction = option(0.5, "share of the windows of symmetric stages that are mirrored")
-    noise: Fraction = option(0.3, "share of the windows whose measured inputs get noise")
-    noise_sigma: NonNegative = option(0.01, "its standard deviation, of inputs as they are scaled")
-    random_start: bool = option(True, "a window begins with any frame of a row; false: with its first")
+    mirror: Fraction = option(0.5, "share of windows mirrored, on symmetric stages")
+    noise: Fraction = option(0.3, "share of windows with noise on measured inputs")
+    noise_sigma: NonNegative = option(0.01, "standard deviation of the noise, in scaled units")
+    random_start: bool = option(True, "windows start at any frame of a row; false: at its first")
 
     @model_validator(mode="after")
     def _range(self) -> MeleeDataConfig:
@@ -32,7 +32,7 @@ class MeleeDataConfig(DataConfig):
 
 class MeleeModelConfig(Section):
     trunk: Literal["mlp", "residual", "gru", "lstm", "transformer"] = option(
-        "gru", "what sees the frames: each for itself (`mlp`, `residual`), or with those before it"
+        "gru", "trunk over frames: single frames (`mlp`, `residual`), or with earlier ones"
     )
     width: Count = option(256, "width of the trunk")
     layers: Count = option(2, "layers of the trunk; of `residual` and `transformer`, blocks")
@@ -41,13 +41,9 @@ class MeleeModelConfig(Section):
         "layer", "LayerNorm or RMSNorm; of `mlp`, between a layer and its activation"
     )
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in the trunk")
-    embedding: Count = option(64, "numbers that an action or a character is embedded in")
-    head_width: Annotated[int, Field(ge=2)] = option(
-        64, "units of each part of the controller; half of it for the shoulder"
-    )
-    autoregressive: bool = option(
-        True, "decide buttons, main x, main y, c x, c y, shoulder one after the other, each by those before it"
-    )
+    embedding: Count = option(64, "embedding size of actions and characters")
+    head_width: Annotated[int, Field(ge=2)] = option(64, "hidden units of each controller head; half for the shoulder")
+    autoregressive: bool = option(True, "autoregressive heads: buttons, main x, main y, c x, c y, shoulder")
 
     @model_validator(mode="after")
     def _divides(self) -> MeleeModelConfig:
@@ -61,19 +57,13 @@ class MeleeLossConfig(Section):
     main: NonNegative = option(1.0, "weight of each axis of the main stick")
     c: NonNegative = option(1.0, "weight of each axis of the C-stick")
     shoulder: NonNegative = option(1.0, "weight of the shoulder")
-    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(
-        0.0, "share of a class's target spread over all; never of the buttons'"
-    )
-    focal: NonNegative = option(
-        0.0, "gamma of the focal loss, 0 = none; the probabilities are corrected for it wherever they are used"
-    )
-    rare: Fraction = option(
-        0.0, "weight of a pressed button, the more the rarer it is: 0 none, 1 sqrt((1 - rate) / rate), up to 30"
-    )
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "label smoothing of classes, not of buttons")
+    focal: NonNegative = option(0.0, "gamma of the focal loss, 0 = none; probabilities are corrected for it")
+    rare: Fraction = option(0.0, "weight of pressed rare buttons: 0 none, 1 sqrt((1 - rate) / rate), up to 30")
 
 
 class MeleeConfig(Config):
-    """One run's whole configuration, where players of Melee are imitated."""
+    """Configuration of a Melee imitation run."""
 
     task: Literal["melee"]
     data: MeleeDataConfig = MeleeDataConfig()

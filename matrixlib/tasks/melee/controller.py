@@ -1,7 +1,7 @@
-"""The controller as classes: eight buttons, four axes of the sticks with 17 classes each, the shoulder with 5.
+"""The controller as classes: eight buttons, four stick axes with 17 classes each, the shoulder with 5.
 
-A controller is 13 whole numbers, `choices`: 8 buttons (0 or 1), main x, main y, c x, c y (0..16, the middle is 8), the
-shoulder (0..4). A network says 81 numbers of it, `logits`: 8 of the buttons, then those of the classes.
+A controller is 13 integers, `choices`: 8 buttons (0 or 1), main x, main y, c x, c y (0..16, centre 8), shoulder (0..4).
+A network's `logits` (81): 8 for buttons, then those of the classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOGITS = len(BUTTONS) + len(AXES) * STICK_CLASSES + SHOULDER_CLASSES
 
 @dataclass(frozen=True)
 class Head:
-    """A part of the controller that is decided at once. logits, choices: where it stands in them."""
+    """A part of the controller decided at once. logits, choices: its slices."""
 
     name: str
     classes: int
@@ -33,12 +33,12 @@ HEADS = (
     *(Head(a, STICK_CLASSES, slice(8 + 17 * i, 25 + 17 * i), slice(8 + i, 9 + i)) for i, a in enumerate(AXES)),
     Head("shoulder", SHOULDER_CLASSES, slice(76, 81), slice(12, 13)),
 )
-"""In the order in which an autoregressive network decides them."""
+"""In autoregressive order."""
 
 
 @dataclass(frozen=True)
 class Controller:
-    """What is held for one frame. buttons: their names. main, c: (x, y) of the sticks in -1..1. shoulder: 0..1."""
+    """Input of one frame. buttons: pressed, by name. main, c: (x, y) in -1..1. shoulder: 0..1."""
 
     buttons: tuple[str, ...]
     main: tuple[float, float]
@@ -54,7 +54,7 @@ class Controller:
 
 
 NEUTRAL = np.array([*[0] * len(BUTTONS), *[CENTRE] * len(AXES), 0], np.int64)
-"""Choices of a controller that nobody touches."""
+"""Choices of an untouched controller."""
 
 
 STICK_STEP, SHOULDER_STEP = STICK_STEPS // CENTRE, SHOULDER_STEPS // (SHOULDER_CLASSES - 1)
@@ -67,7 +67,7 @@ _SHOULDER = _SHOULDER.astype(np.uint8)
 
 
 def pressed(buttons: np.ndarray) -> np.ndarray:
-    """(..., 8) u1: each button of BUTTONS."""
+    """(..., 8) u1: pressed buttons, in the order of BUTTONS."""
     return buttons[..., None] >> np.arange(len(BUTTONS), dtype=np.uint8) & 1
 
 
@@ -78,7 +78,7 @@ def choices_of(controller: np.ndarray) -> np.ndarray:
 
 
 def controllers(choices: np.ndarray) -> np.ndarray:
-    """The inverse of `choices_of`, at the centre of each class: CONTROLLER (...)."""
+    """Inverse of `choices_of`, at class centres: CONTROLLER (...)."""
     out = np.zeros(choices.shape[:-1], CONTROLLER)
     out["buttons"] = np.packbits(choices[..., :8].astype(bool), axis=-1, bitorder="little")[..., 0]
     out["sticks"] = (choices[..., 8:12].astype(np.int16) - CENTRE) * STICK_STEP
@@ -88,9 +88,9 @@ def controllers(choices: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Statistics:
-    """How often each class of the controller is held in the frames of a training set: what a constant predictor knows.
+    """Class frequencies of the controller in a training set, for the constant predictor.
 
-    held (81,): of `frames` those in which a button is pressed, a class is held. Its fields are JSON data.
+    held (81,): how many of `frames` have a button pressed or a class held. JSON data.
     """
 
     frames: int
@@ -107,17 +107,16 @@ class Statistics:
         return Statistics(self.frames + other.frames, np.add(self.held, other.held).tolist())
 
     def weights(self) -> list[float]:
-        """(8,) weight of a pressed button in the loss, sqrt((1 - r) / r) of its rate r, from 1 to 30."""
+        """(8,) loss weight of a pressed button, sqrt((1 - r) / r) of its rate r, from 1 to 30."""
         rate = self._rates()
         return np.clip(np.sqrt((1 - rate) / rate), 1.0, 30.0).tolist()
 
     def logits(self) -> list[float]:
-        """(81,) what a network would have to say always to give each class its rate; a class that was never held counts
-        as half a time."""
+        """(81,) logits of the class frequencies; unseen classes count half a time."""
         rate, counts = self._rates(), np.maximum(self.held, 0.5)
         classes = [np.log(counts[head.logits] / counts[head.logits].sum()) for head in HEADS[1:]]
         return np.concatenate([np.log(rate / (1 - rate)), *classes]).tolist()
 
     def _rates(self) -> np.ndarray:
-        """(8,) above 0 and below 1."""
+        """(8,) in the open interval (0, 1)."""
         return (np.array(self.held[: len(BUTTONS)]) + 0.5) / (self.frames + 1)

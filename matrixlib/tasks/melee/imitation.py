@@ -1,8 +1,7 @@
-"""How well a network imitates, on held-out frames: each figure beside what holding the controller as it is gives.
+"""Imitation quality on held-out frames, with repeating the last input as baseline.
 
-At 60 frames a second a controller mostly stays as it is, so accuracies say little: repeating the last one gets 98 % of
-the buttons right. What counts is what a network says where something changes: at the frame in which a button goes down
-(an *onset*), in which a stick moves.
+At 60 frames a second controllers rarely change, so accuracy says little: repeating gets 98 % of the buttons right. What
+counts are changes: frames where a button goes down (an *onset*) or a stick moves.
 
 Shapes: n valid frames; choices (n, 13) and log-likelihoods as in controller.py and model.py.
 """
@@ -22,20 +21,19 @@ from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head
 from matrixlib.tasks.melee.model import gumbel, log_likelihood
 
 ATTACKS = [BUTTONS.index(name) for name in ("A", "B", "X", "Y", "Z")]
-"""Buttons that begin a new action."""
+"""Buttons that start a new action."""
 Frames = dict[str, np.ndarray]
 """What is to be judged, by name: see `judge`."""
 
 
 @torch.inference_mode()
 def judge(net: Network, batches: Iterable[Batch], seed: int = 0) -> Frames:
-    """The valid frames of host batches, with what the network makes of them. ValueError where there is none.
+    """Valid frames of host batches with the network's outputs. ValueError if there are none.
 
-    target, repeated (the controller held), sampled, likeliest: choices (n, 13). nll: (n, 6) by head, negative
-    log-likelihood of the target, of all eight buttons together. ranks: (n, 5) classes that a head finds likelier than
-    the true one. Both are those of a head that is given the true parts before it where the network decides one after
-    the other, so the sum of nll is that of the whole controller. new_action (n,): the player's action is another than
-    in the frame before; False where there is none.
+    target, repeated (last input), sampled, likeliest: choices (n, 13). nll: (n, 6) negative log-likelihood by head, all
+    eight buttons together. ranks: (n, 5) classes more probable than the true one. Both are conditional on the true
+    earlier parts if autoregressive, so nll sums to the whole controller's. new_action (n,): the player's action differs
+    from the previous frame's.
     """
     model: Any = net.model
     task: Any = net.task
@@ -74,12 +72,11 @@ def judge(net: Network, batches: Iterable[Batch], seed: int = 0) -> Frames:
 
 
 def figures(frames: Frames) -> dict[str, Any]:
-    """JSON data: log-likelihoods of whole controllers (see `nats`), onsets, signs of a leak.
+    """JSON data: log-likelihoods of whole controllers (see `nats`), onsets, leak statistics.
 
-    onsets: their number; `recall`, the share of them in which the sample presses the button anew; `false`, of the other
-    frames with the button up in which it does. Over all buttons, each onset weighing the same. leak: how often the
-    player's action has just changed where the target presses a button anew, and anywhere: were the state one after the
-    target already, the first would be many times the second.
+    onsets: count; `recall`: share where the sample presses the button; `false`: rate of presses in other frames with
+    the button up. Over all buttons, onsets weighing equally. leak: how often the player's action just changed at
+    onsets, and anywhere: if states came after their targets, the first would be many times the second.
     """
     target, held, sampled = (frames[name][:, : len(BUTTONS)] > 0 for name in ("target", "repeated", "sampled"))
     onset, fresh, up = target & ~held, sampled & ~held, ~held & ~target
@@ -102,10 +99,10 @@ def figures(frames: Frames) -> dict[str, Any]:
 
 
 def nats(frames: Frames, heads: Sequence[Head]) -> dict[str, float]:
-    """Means of these parts together in nats a frame, over all frames and over those in which one of them changes.
+    """Mean nats a frame of these parts together, over all frames and over those where one of them changes.
 
-    The baselines, a constant predictor and one that mostly repeats the controller held, are fitted on the very frames
-    that they are judged on, which favours them: constants once more on those with a change alone.
+    Baselines (constant, repeating) are fitted on the frames that they are judged on, which favours them; constant again
+    on frames with a change.
     """
     parts = [(head, frames["target"][:, head.choices], frames["repeated"][:, head.choices]) for head in heads]
     change = np.any([(target != held).any(1) for _, target, held in parts], 0)
@@ -127,13 +124,13 @@ def nats(frames: Frames, heads: Sequence[Head]) -> dict[str, float]:
 
 
 def constant_nll(head: Head, target: np.ndarray) -> np.ndarray:
-    """(n,) of the predictor that always says how frequent each class of the target (n, 8 or 1) is."""
+    """(n,) of a predictor with the class frequencies of the target (n, 8 or 1)."""
     return np.column_stack([-np.log(_shares(column, head))[column] for column in target.T]).sum(1)
 
 
 def repeating_nll(head: Head, target: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """(n,) of the predictor that knows how often the part held (n, 8 or 1) stays, and else only how frequent each class
-    is that it changes to."""
+    """(n,) of a predictor with the probability that the held part (n, 8 or 1) stays, and else the distribution of
+    changes."""
     columns = []
     for now, before in zip(target.T, held.T, strict=True):
         stay = now == before
@@ -145,11 +142,11 @@ def repeating_nll(head: Head, target: np.ndarray, held: np.ndarray) -> np.ndarra
 
 
 def _shares(values: np.ndarray, head: Head) -> np.ndarray:
-    """(classes of one choice,) of whole numbers; one that never comes counts as half a time."""
+    """(classes,) frequencies of integers; unseen ones count half a time."""
     number = np.maximum(np.bincount(values, minlength=2 if head.name == "buttons" else head.classes), 0.5)
     return number / number.sum()
 
 
 def mean(values: np.ndarray) -> float:
-    """0 of nothing."""
+    """Mean, 0 if empty."""
     return float(np.mean(values, dtype=np.float64)) if len(values) else 0.0

@@ -1,10 +1,10 @@
-"""Import of Slippi's replays into a folder of shards (see `matrixlib.data.imports`).
+"""Import of Slippi replays into shards (see `matrixlib.data.imports`).
 
-A folder of replays is one import, a replay one entry of it. Which replays are held out follows from their bytes: about
-one in HELD_OUT, and the first new one where nothing else would be and there are others to train on.
+A folder of replays is one import, a replay one entry. About one replay in HELD_OUT is held out, by a hash of its bytes;
+the first new one if none would be and others remain to train on.
 
-The sample set that ships, `sample/`, is made by `python -m matrixlib.tasks.melee.importer FOLDER`: what `replay.read`
-gives of each game, for each byte of a frame an array along time, so that successive values are alike.
+The shipped sample set, `sample/`, is made by `python -m matrixlib.tasks.melee.importer FOLDER`: each game's
+`replay.read` output, one array along time for each byte of a frame, so that successive values compress.
 """
 
 import hashlib
@@ -47,12 +47,12 @@ class Slippi:
     held_out: str = ""
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """A replay is one part; other files of a folder are none."""
+        """A replay is one part; other files are ignored."""
         if path.suffix.lower() == ENDING:
             yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"")
 
     def read(self, part: Part) -> ParseResult:
-        """The rows of a replay, one that is refused, or one that is left out."""
+        """Rows of a replay, or its rejection or skip."""
         entries, batch = ParseResult(replace(part, first=part.number)), concat([], LAYOUT)
         try:
             if not part.data:
@@ -76,10 +76,10 @@ def import_replays(
     progress: bool = True,
     limit: int | None = None,
 ) -> ImportReport:
-    """Import replays and folders of replays into a folder of shards; what had been imported is not done again.
+    """Import replays and folders of replays into a shard folder; finished work is skipped.
 
-    Damaged ones are refused (`data.imports.quarantined` names them), those that are no game of two people left out.
-    Options as of `data.imports.import_each`. ValueError for a path without replays, and where peppi-py is missing.
+    Corrupt ones are quarantined (`data.imports.quarantined`), those not between two people skipped. Options as
+    `data.imports.import_each`. ValueError for a path without replays, or without peppi-py.
     """
     named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     replays = {path: _replays(path) for path in named}
@@ -93,8 +93,8 @@ def import_replays(
 
 
 def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_out: bool = False) -> str:
-    """The greatest SHA-256 (hex) that is held out, of replays by theirs: that of the share, or of the first sound game
-    that is not `stored` yet, where that is above it, nothing is held out yet and there is another game."""
+    """Largest SHA-256 (hex) to hold out, of replays by hash: that of the share, or that of the first intact, unstored
+    game if it is above, nothing is held out yet and another game exists."""
     share = f"{2**256 // HELD_OUT:064x}"
     first, games = "", set(stored)
     for digest, path in [] if held_out else sorted(replays.items()):
@@ -111,8 +111,7 @@ def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_
 
 
 def _before(folder: Path) -> tuple[dict[str, str], set[int], bool]:
-    """SHA-256 of each import into a folder -> the threshold then, with which it goes on; ids of the games there, and
-    whether any of them is held out."""
+    """(SHA-256 of each import -> its threshold, ids of stored games, whether any is held out)."""
     if not (folder / NAME).is_file():
         return {}, set(), False
     logs = [log for log in import_logs(folder) if log.source == Slippi.source and log.step == 0]
@@ -123,7 +122,7 @@ def _before(folder: Path) -> tuple[dict[str, str], set[int], bool]:
 
 
 def _replays(path: Path) -> list[Path]:
-    """The replays of a path; ValueError where there is none."""
+    """Replays of a path; ValueError if there are none."""
     if not os.path.exists(path):
         raise ValueError(f"{path}: no such file or folder")
     files = [file for file in files_of(path) if file.suffix.lower() == ENDING]
@@ -146,7 +145,7 @@ ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
 
 
 def encode(games: Sequence[Replay]) -> bytes:
-    """Games to the bytes that ship; deterministic."""
+    """Games to the shipped bytes; deterministic."""
     columns = {}
     for number, game in enumerate(games):
         columns[f"{number} facts"] = np.array([game.stage, *game.ports, game.known], "<i8")
@@ -160,7 +159,7 @@ def encode(games: Sequence[Replay]) -> bytes:
 
 
 def decode(data: bytes) -> list[Replay]:
-    """The inverse of `encode`. The bytes are trusted: their checksum is the caller's to check."""
+    """Inverse of `encode`. Trusts the bytes: callers verify the checksum."""
     games = []
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
         for number in range(len(stored.files) // (1 + len(ARRAYS))):
@@ -174,8 +173,8 @@ def decode(data: bytes) -> list[Replay]:
 
 
 def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Compress the games that the manifest of `folder` names, from a folder of replays; returns the new manifest. For
-    the makers of the package."""
+    """Compress the games named in the manifest of `folder` from a folder of replays; returns the new manifest. For
+    maintainers."""
     old = read_manifest(folder)
     data = encode([read(Path(replays, game["file"])) for game in old["games"]])
     with tempfile.TemporaryDirectory() as scratch:
@@ -184,12 +183,12 @@ def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
 
 
 def unpack_sample() -> Path:
-    """The folder with the unpacked shards of the sample set; see `shipped.unpack`."""
+    """Folder of the unpacked sample set; see `shipped.unpack`."""
     return unpack(SAMPLE, "melee", _write)
 
 
 def _write(folder: Path, data: bytes, meta: Mapping[str, Any]) -> list[ShardInfo]:
-    """The shards of the games: one of each split."""
+    """Shards of the games, one a split."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [stretches(game, held_out) for game, held_out in zip(decode(data), meta["held_out"], strict=True)]
     own, infos = {name: value for name, value in meta.items() if name != "held_out"}, []

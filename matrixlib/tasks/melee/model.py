@@ -1,9 +1,8 @@
-"""Networks that imitate a player, and their losses: a frame's state and the controller held in it, a trunk, six heads.
+"""Imitation networks and losses: a frame's state and held controller, a trunk, six heads.
 
-Shapes: B rows, T frames, N numbers of a frame, W width, ... any leading dimensions; `choices` (..., 13) and `logits`
-(..., 81) as in controller.py. A trunk sees a frame and those before it, never later ones.
-In training it is run over whole windows, `forward`; in play frame by frame, `step`, with what it has to remember handed
-in and out: a tuple of tensors whose first size is B.
+Shapes: B rows, T frames, N inputs of a frame, W width, ... any leading dimensions; `choices` (..., 13) and `logits`
+(..., 81) as in controller.py. Trunks are causal. Training runs `forward` over windows; play runs `step` frame by frame
+with explicit memory: a tuple of tensors with first size B.
 """
 
 import math
@@ -25,7 +24,7 @@ State = tuple[Tensor, ...]
 Correct = Callable[[Head, Tensor], Tensor]
 ROTATION = 10_000.0  # longest wavelength of the rotary embedding
 SHOULDER_SHARE = 2  # the shoulder's head is so many times narrower
-DEVIATION = 0.02  # of the last weights: a fresh network says nearly what a constant predictor does
+DEVIATION = 0.02  # of the last weights: a fresh network is nearly the constant predictor
 SIZES = [head.classes for head in HEADS]
 
 
@@ -34,20 +33,20 @@ def norm(config: MeleeModelConfig) -> nn.Module:
 
 
 class Trunk(nn.Module):
-    """(B, T, W) to (B, T, W). This one remembers nothing: each frame for itself."""
+    """(B, T, W) to (B, T, W), without memory: single frames."""
 
     def initial(self, rows: int) -> State:
-        """What is remembered before the first frame."""
+        """Memory before the first frame."""
         return ()
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One frame (B, W), and what is remembered after it."""
+        """One frame (B, W), and the memory after it."""
         y: Tensor = self(x)
         return y, state
 
 
 class Mlp(Trunk):
-    """Dense layers, the norm between each and its activation."""
+    """Dense layers with a norm before each activation."""
 
     def __init__(self, config: MeleeModelConfig) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class Mlp(Trunk):
 
 
 class Residual(Trunk):
-    """Blocks of two dense layers behind a norm, added to their input, which is never rectified."""
+    """Pre-norm residual blocks of two dense layers."""
 
     def __init__(self, config: MeleeModelConfig) -> None:
         super().__init__()
@@ -90,8 +89,7 @@ class Recurrent(Trunk):
         self.cells = kind(config.width, config.width, config.layers, batch_first=True, dropout=drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Autocast has no rule for every kind of cell on every device: some refuse an input that is not of the weights'
-        # dtype.
+        # Autocast does not cover every cell on every device: some need inputs of the weights' dtype.
         with torch.autocast(x.device.type, enabled=False):
             y = self.cells(self.first(x).float())[0]
             return cast(Tensor, self.last(y))
@@ -101,7 +99,7 @@ class Recurrent(Trunk):
         return tuple(weight.new_zeros(rows, self.layers, self.width) for _ in range(self.memories))
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """By hand: torch's exporter to ONNX gets the GRU wrong (pytorch issue 189225)."""
+        """Manual: torch's ONNX exporter gets the GRU wrong (pytorch issue 189225)."""
         y, after = self.first(x), []
         for layer in range(self.layers):
             one = tuple(memory[:, layer] for memory in state)
@@ -127,7 +125,7 @@ class Recurrent(Trunk):
 
 
 class Block(nn.Module):
-    """Attention to the frames before, and a two-layer network, each behind a norm and added to its input."""
+    """Pre-norm causal attention and MLP with residual connections."""
 
     def __init__(self, config: MeleeModelConfig) -> None:
         super().__init__()
@@ -138,11 +136,11 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def split(self, x: Tensor) -> Tensor:
-        """Queries, keys, values (3, B, heads, T, W / heads) of x (B, T, W), not yet turned."""
+        """Queries, keys, values (3, B, heads, T, W / heads) of x (B, T, W), before rotation."""
         return cast(Tensor, self.qkv(self.norm1(x))).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """x (B, T, W) with what T queries see of the keys."""
+        """x (B, T, W) after attention of T queries to the keys, and MLP."""
         drop = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
@@ -150,10 +148,9 @@ class Block(nn.Module):
 
 
 class Transformer(Trunk):
-    """Causal attention over the last `window` frames, their distance turned into the keys (rotary embedding).
+    """Causal attention over the last `window` frames with rotary position embedding.
 
-    In play the keys of the last frames are kept as they are and turned back by their age with each frame, so that an
-    angle stays exact, however long a game lasts.
+    In play, unrotated keys are cached and rotated by age at every frame, so angles stay exact in long games.
     """
 
     turns: Tensor
@@ -172,7 +169,7 @@ class Transformer(Trunk):
         length, mask, turn = x.shape[1], None, self.turns
         if length <= self.window:
             turn = turn[:, :length]
-        else:  # as in play, where no more is remembered
+        else:  # as in play, where memory ends
             frames = torch.arange(length, device=x.device)
             turn, age = self._rotations(frames), frames[:, None] - frames
             mask = (age >= 0) & (age < self.window)
@@ -182,7 +179,7 @@ class Transformer(Trunk):
         return cast(Tensor, self.norm(x))
 
     def initial(self, rows: int) -> State:
-        """Keys and values (B, layers, 2, heads, window, W / heads), the oldest first; how many there are (B,)."""
+        """Keys and values (B, layers, 2, heads, window, W / heads), oldest first; their number (B,)."""
         like = cast(Block, self.blocks[0]).out.weight
         kept = like.new_zeros(rows, len(self.blocks), 2, self.heads, self.window, self.width // self.heads)
         return kept, torch.zeros(rows, dtype=torch.int64, device=like.device)
@@ -199,23 +196,22 @@ class Transformer(Trunk):
         return self.norm(x)[:, 0], (kept, count)
 
     def _rotations(self, frames: Tensor) -> Tensor:
-        """(2, T, W / heads) what `rotated` multiplies frames (T,) by, counted from any."""
+        """(2, T, W / heads) factors of `rotated` for frames (T,), relative."""
         half = self.width // self.heads // 2
         angle = frames[:, None] * ROTATION ** (-torch.arange(half, device=frames.device) / half)
         return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], 1)])
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """x (..., T, D) with each pair of its numbers turned (Su et al. 2021, "RoFormer"); turn: (2, T, D) cosines and
-    signed sines."""
+    """x (..., T, D) with rotary embedding (Su et al. 2021, "RoFormer"); turn: (2, T, D) cosines and signed sines."""
     return (x * turn[0] + x.roll(x.shape[-1] // 2, -1) * turn[1]).to(x.dtype)
 
 
 class Heads(nn.Module):
-    """Features (..., W) to logits. Autoregressive: each part also knows the choices of the parts before it.
+    """Features (..., W) to logits; autoregressive: each head also gets the earlier choices.
 
-    prior: (81,) logits that a fresh network starts with. weights: (8,) of pressed buttons in the loss, kept with the
-    network, as what its logits mean depends on them.
+    prior: (81,) initial logits. weights: (8,) loss weights of pressed buttons, stored with the network, as its logits
+    depend on them.
     """
 
     weights: Tensor
@@ -227,7 +223,7 @@ class Heads(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("weights", torch.tensor(weights))
-        # What each logit stands for: a value of a column of choices.
+        # Meaning of each logit: a value of a column of choices.
         values = torch.cat([torch.ones(8) if head.name == "buttons" else torch.arange(head.classes) for head in HEADS])
         columns = torch.cat([torch.arange(13)[head.choices].expand(head.classes) for head in HEADS])
         self.register_buffer("values", values.long(), persistent=False)
@@ -244,18 +240,18 @@ class Heads(nn.Module):
                 layer.bias.copy_(start[head.logits])
 
     def unfold(self, choices: Tensor) -> Tensor:
-        """(..., 81) fp32 of whole controllers (..., 13): buttons as they are, a class as one of its places."""
+        """(..., 81) fp32 of controllers (..., 13): buttons as they are, classes one-hot."""
         return (choices.index_select(-1, self.columns) == self.values).float()
 
     def forward(self, x: Tensor, choices: Tensor) -> Tensor:
-        """(..., 81) logits of each part, the parts before it being those of `choices` (..., 13)."""
+        """(..., 81) logits, teacher-forced by `choices` (..., 13)."""
         return self._run(x, lambda number, logits: choices[..., HEADS[number].choices])[0]
 
     def decide(self, x: Tensor, noise: Tensor, correct: Correct) -> tuple[Tensor, Tensor]:
-        """(logits (..., 81), choices (..., 13)) with each part decided by what its noise (..., 81) makes greatest.
+        """(logits (..., 81), choices (..., 13)), each head decided by argmax of scores plus noise (..., 81).
 
-        noise: `gumbel` for a sample, zeros for the likeliest. correct: `Objective.correct`, from logits of a head to
-        log-odds (buttons) or log-probabilities.
+        noise: `gumbel` samples, zeros give the mode. correct: `Objective.correct`, from a head's logits to log-odds
+        (buttons) or log-probabilities.
         """
         noises = noise.split(SIZES, -1)
 
@@ -277,18 +273,18 @@ class Heads(nn.Module):
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Noise for `decide` from numbers (..., 81) between 0 and 1: logistic for buttons, Gumbel for classes, so that what
-    becomes greatest is a sample (Maddison et al. 2014, "A* Sampling")."""
+    """Noise for `decide` from uniforms (..., 81): logistic for buttons, Gumbel for classes, so that the argmax is a
+    sample (Maddison et al. 2014, "A* Sampling")."""
     u = uniform.clamp(1e-7, 1 - 1e-7)
     buttons = HEADS[0].logits
     return torch.cat([u[..., buttons].logit(), -(-u[..., buttons.stop :].log()).log()], -1)
 
 
 class MeleeNet(nn.Module):
-    """numeric (..., N) fp32, action (..., 2) and character (..., 2) int64 of both players, previous (..., 13) int64,
-    the controller held, to features (..., W) and their logits.
+    """numeric (..., N) fp32, action (..., 2) and character (..., 2) int64 of both players, previous (..., 13) int64
+    (held controller) to features (..., W) and logits.
 
-    window: frames that a transformer looks back. prior, weights: as of `Heads`.
+    window: attention span of a transformer. prior, weights: of `Heads`.
     """
 
     def __init__(self, config: MeleeModelConfig, window: int, prior: Sequence[float], weights: Sequence[float]) -> None:
@@ -302,11 +298,11 @@ class MeleeNet(nn.Module):
         self.heads = Heads(config.width, config.head_width, config.autoregressive, prior, weights)
 
     def edges(self) -> list[nn.Module]:
-        """The layers that take a frame or a choice and those that give the outputs."""
+        """Input and output layers."""
         return [self.first, self.heads.given, self.heads.outer]
 
     def forward(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, choices: Tensor) -> Tensor:
-        """(B, T, 81) logits of all frames, with the controllers (B, T, 13) to be predicted as in `Heads.forward`."""
+        """(B, T, 81) logits of all frames; choices (B, T, 13): targets, as in `Heads.forward`."""
         x = self.trunk(self.encode(numeric, action, character, previous))
         return cast(Tensor, self.heads(x, choices))
 
@@ -318,22 +314,22 @@ class MeleeNet(nn.Module):
     def step(
         self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Features (B, W) of one frame, and what the trunk remembers after it."""
+        """Features (B, W) of one frame, and the trunk's memory after it."""
         return self.trunk.step(self.encode(numeric, action, character, previous), state)
 
 
-# Losses of one head, frame by frame in fp32: `logits` (..., 8 or K classes), `choices` (..., 8 or 1). That of the
-# buttons is the mean over the eight, so that no part outweighs the others.
+# Losses of one head by frame, in fp32: `logits` (..., 8 or K classes), `choices` (..., 8 or 1). The buttons' loss is
+# the mean over the eight, so that no part dominates.
 
 LIMIT = 60.0  # of logits
 TINY = 1e-7
-LEAST = 0.01  # what a class keeps at least of its share of the smoothing: below that, a network's noise would decide
+LEAST = 0.01  # smallest share of a class after removing smoothing; below it noise would decide
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Options of the loss. weights: (8,) factors of pressed buttons, on the device of the logits. gamma: of the focal
-    loss, 0 = none. smoothing: share of a class's target spread over all."""
+    """Loss options. weights: (8,) of pressed buttons, on the logits' device. gamma: focal loss, 0 = none. smoothing:
+    label smoothing of classes."""
 
     weights: Tensor
     gamma: float = 0.0
@@ -342,8 +338,8 @@ class Objective:
     def losses(self, head: Head, logits: Tensor, choices: Tensor) -> Tensor:
         """(...) loss of each frame.
 
-        Focal loss: the log-likelihood times (1 - p_t)^gamma, p_t the probability of what is true (Lin et al. 2017).
-        Targets of buttons are never smoothed.
+        Focal loss: log-likelihood times (1 - p_t)^gamma, p_t the true class's probability (Lin et al. 2017). Buttons
+        are never smoothed.
         """
         z = logits.float().clamp(-LIMIT, LIMIT)
         if head.name == "buttons":
@@ -361,7 +357,7 @@ class Objective:
         return (1 - self.smoothing) * own + self.smoothing * loss.mean(-1) if self.smoothing else own
 
     def floor(self, head: Head) -> float:
-        """The least loss of a frame: the entropy of the smoothed target; of a focal loss 0, which none is below."""
+        """Lowest loss of a frame: the smoothed target's entropy; 0 for focal loss."""
         if head.name == "buttons" or not self.smoothing or self.gamma:
             return 0.0
         rest = self.smoothing / head.classes
@@ -369,12 +365,12 @@ class Objective:
         return -(math.log(top) * top if top else 0.0) - (head.classes - 1) * rest * math.log(rest)
 
     def correct(self, head: Head, logits: Tensor) -> Tensor:
-        """Log-odds (..., 8) of the buttons, log-probabilities (..., K) of classes, of what the logits were trained for.
+        """Log-odds (..., 8) of buttons, log-probabilities (..., K) of classes, corrected for the training loss.
 
-        The focal loss has its minimum elsewhere than at the true probabilities, which follow from those of the
-        network q as q / phi(q), phi(q) = (1 - q)^gamma - gamma (1 - q)^(gamma - 1) q ln q (Charoenphakdee et al. 2021,
-        "On Focal Loss for Class-Posterior Probability Estimation"). A weight of a pressed button multiplies its odds.
-        Smoothing mixes every class's share into what is learned, and is taken out again.
+        The focal loss is minimised elsewhere than at the true probabilities, which follow from the network's q as q /
+        phi(q), phi(q) = (1 - q)^gamma - gamma (1 - q)^(gamma - 1) q ln q (Charoenphakdee et al. 2021, "On Focal Loss
+        for Class-Posterior Probability Estimation"). A button's weight multiplies its odds. Smoothing mixes in a
+        uniform distribution, which is subtracted.
         """
         z = logits.float().clamp(-LIMIT, LIMIT)
         if head.name == "buttons":
@@ -398,12 +394,12 @@ class Objective:
 
 
 def log_likelihood(head: Head, corrected: Tensor, choices: Tensor) -> Tensor:
-    """(...) of what was done, of all eight buttons together, from `Objective.correct`."""
+    """(...) of the target, all eight buttons together, from `Objective.correct`."""
     if head.name == "buttons":
         return F.logsigmoid(torch.where(choices > 0, corrected, -corrected)).sum(-1)
     return corrected.gather(-1, choices)[..., 0]
 
 
 def likeliest(head: Head, corrected: Tensor) -> Tensor:
-    """(..., 8 or 1) choices."""
+    """(..., 8 or 1) most probable choices."""
     return (corrected > 0).long() if head.name == "buttons" else corrected.argmax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A trained network in use, one frame of the game in, the controller for the next one out: a player, an ONNX file."""
+"""Using a trained network frame by frame: a player, an ONNX file."""
 
 import copy
 import json
@@ -19,13 +19,12 @@ from matrixlib.tasks.melee.model import MeleeNet, State, gumbel
 
 
 class Player:
-    """Plays one game with a network (`tasks.load`): holds what that remembers, and what it has decided.
+    """Plays one game with a network (`tasks.load`); holds its memory and pending decisions.
 
-    seed: of its decisions; another game needs another player, and another seed.
-    temperature: of the decisions, 1 as the players did; 0 takes the likeliest of each part, which hardly ever presses a
-    rare button. delay: frames from a state to the decision on it, by default the least that the network was trained
-    with; a bot takes what passes between what it sees and what the game takes from it. ValueError for a temperature
-    below 0, or a delay that the network was not trained with.
+    seed: of its samples; use a new player, with another seed, for each game. temperature: 1 samples as players did; 0
+    takes modes, which almost never press rare buttons. delay: frames from a state to its decision, default the fewest
+    it was trained with; for a bot, the frames between what it sees and when its input counts. ValueError for a negative
+    temperature or an untrained delay.
     """
 
     def __init__(self, net: Network, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> None:
@@ -50,11 +49,11 @@ class Player:
 
     @torch.inference_mode()
     def act(self, frame: np.ndarray) -> Controller:
-        """The controller to hold in the next frame, from the state after this one: SCENE (1, 1), as `windows.live`
-        makes it. What was decided last is its `previous`, whatever it says.
+        """The controller for the next frame, from the state after this one: SCENE (1, 1) from `windows.live`. Its
+        `previous` is replaced by the last decision.
 
-        A network that was trained with a delay decides so many frames ahead: until then the controller rests.
-        ValueError for another number of frames.
+        With a delay decisions come that many frames ahead; until then the controller is neutral. ValueError for another
+        number of frames.
         """
         if frame.dtype != SCENE or frame.shape != (1, 1):
             raise ValueError("give one frame at a time, as windows.live makes it")
@@ -74,10 +73,8 @@ class Player:
 
 
 class MeleeOnnx(onnx.OnnxModule):
-    """A frame of the network as a bot calls it: what is remembered comes in as `memory_0`, ... and goes out as
-    `next_memory_0`, ...; zeros before the first frame. `noise` (b, 81) decides: zeros for the likeliest, `gumbel` for a
-    sample.
-    """
+    """One frame of the network for export: memory goes in as `memory_0`, ... and out as `next_memory_0`, ...; zeros
+    before the first frame. `noise` (b, 81) decides: zeros give modes, `gumbel` samples."""
 
     def __init__(self, model: MeleeNet, task: Any) -> None:
         super().__init__()
@@ -96,30 +93,30 @@ class MeleeOnnx(onnx.OnnxModule):
         memory_0: Tensor | None = None,
         memory_1: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """(b, N), (b, 2), (b, 2), (b, 13), (b, 81), as many memories as the trunk has -> (b, 81), (b, 13), memories."""
+        """(b, N), (b, 2), (b, 2), (b, 13), (b, 81), the trunk's memories -> (b, 81), (b, 13), memories."""
         memory = tuple(one for one in (memory_0, memory_1) if one is not None)
         x, after = self.model.step(numeric, action, character, previous, memory)
         logits, choices = self.model.heads.decide(x, noise, self._correct)
         return logits, choices, *after
 
     def metadata(self) -> dict[str, str]:
-        """As JSON: what each number of `numeric` and of `choices` is; the range of `delay` in frames, as input in units
-        of `delay_unit`."""
+        """JSON: meaning of `numeric` and `choices`; range of `delay` in frames, as an input in units of
+        `delay_unit`."""
         choices = [*BUTTONS, *AXES, "shoulder"]
         facts = {"numeric": windows.INPUTS, "choices": choices, "delay": self._delays, "delay_unit": DELAYS}
         return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
 def export(model: MeleeNet, task: Any, path: Path | str) -> onnx.OnnxFile:
-    """Write a network for Melee as ONNX; errors as of `engine.onnx.export`. Compared over games of three frames at
-    random, one and four at a time, sampled and not."""
+    """Write a Melee network as ONNX; errors as `engine.onnx.export`. Compared over random games of three frames, one
+    and four at a time, sampled and not."""
     module = MeleeOnnx(copy.deepcopy(model).cpu().float().eval(), task)
     return onnx.export(module, path, [inputs for rows in (1, 4) for inputs in frames(module, rows, 3)])
 
 
 @torch.inference_mode()
 def frames(module: MeleeOnnx, rows: int, count: int, seed: int = 0) -> list[onnx.Inputs]:
-    """Inputs of `count` frames at random that follow each other, of `rows` games."""
+    """Random inputs of `count` consecutive frames of `rows` games."""
     rng = np.random.default_rng([seed, rows])
     memory, out = module.model.trunk.initial(rows), list[onnx.Inputs]()
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Reader of Slippi's replays (`.slp`) with peppi-py: what happened in a game between two people, frame by frame."""
+"""Reader of Slippi replays (`.slp`) with peppi-py: a game between two people, frame by frame."""
 
 import hashlib
 import os
@@ -11,28 +11,28 @@ import numpy as np
 from matrixlib.tasks.melee import columns
 from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, FIRST, FOLLOWER, ITEM, PLAYER, UNKNOWN
 
-PANIC = "PanicException"  # what peppi's Rust raises for a file that it did not expect: no Exception, and of no module
-HITSTUN = 0x02  # of the fourth byte of state flags: `misc_as` then is the frames of hitstun that are left
+PANIC = "PanicException"  # raised by peppi's Rust code on unexpected files; not an Exception
+HITSTUN = 0x02  # bit of the fourth state-flag byte: `misc_as` is the remaining hitstun
 LARGEST = 60_000.0  # of a half
 SAME_GAME = 3600
-"""Frames that say which game it is: both players of a netplay game have a recording of it, and the ends differ."""
+"""First frames that identify a game: both players of a netplay game record it, with different ends."""
 
 
 class ReplayError(ValueError):
-    """A file that cannot be read: says why, without its name."""
+    """An unreadable file: why, without its name."""
 
 
 class NoGame(ValueError):
-    """A sound replay of something else than a game between two people: says what."""
+    """A valid replay that is not a game between two people: what it is."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A game of two people, by frame number: n frames, none twice, in their order.
+    """A game of two people: n frames, unique, ascending.
 
-    ports: from 0. number: (n,) Slippi's. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, in the order of the
-    ports. known: bits of what the version records. follower: (K,) FOLLOWER, item: (M,) ITEM, `at` the place of their
-    frame among the n, rising; `whose`, `owner`: 0 or 1 in the order of the ports, -1 nobody.
+    ports: from 0. number: (n,) Slippi's frame numbers. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, by port.
+    known: bits of what the version records. follower: (K,) FOLLOWER, item: (M,) ITEM, ascending `at`, the index of
+    their frame; `whose`, `owner`: 0 or 1 by port, -1 nobody.
     """
 
     stage: int
@@ -46,16 +46,16 @@ class Replay:
 
     @property
     def game(self) -> int:
-        """64 bits that two recordings of one game have in common: stage, characters and what was pressed at first."""
+        """64-bit id shared by recordings of one game: stage, characters and first inputs."""
         parts = (np.array([self.stage], "<i8"), self.players["character"][0], self.controllers[:SAME_GAME])
         facts = hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=8)
         return int.from_bytes(facts.digest(), "little")
 
 
 def read(path: Path | str) -> Replay:
-    """The game in a file. ReplayError where it is damaged or no replay, NoGame where it is no game of two people.
+    """The game in a file. ReplayError if corrupt or no replay, NoGame if not between two people.
 
-    ValueError with what to install where peppi-py is missing.
+    ValueError, with what to install, without peppi-py.
     """
     start, frames = parse(path)
     people = start["players"]
@@ -93,16 +93,15 @@ def read(path: Path | str) -> Replay:
 
 
 def last_rows(number: np.ndarray) -> np.ndarray:
-    """Rows (n,) to keep of frame numbers (rows,), by number: where a frame was played again after a rollback, only its
-    last row is what happened."""
+    """Rows (n,) to keep of frame numbers (rows,), by number: after a rollback only the last row of a frame is real."""
     _, last = np.unique(number[::-1], return_index=True)
     return len(number) - 1 - last
 
 
 def parse(path: Path | str) -> tuple[dict[str, Any], Any]:
-    """(facts of the game's start, Arrow struct of its frames or None); errors as of `read`."""
+    """(game start data, Arrow struct of the frames or None); errors as `read`."""
     try:
-        from peppi_py._peppi import read_slippi  # its public form leaves the items out
+        from peppi_py._peppi import read_slippi  # the public API omits items
     except ImportError as error:
         raise ValueError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'") from error
     try:
@@ -116,7 +115,7 @@ def parse(path: Path | str) -> tuple[dict[str, Any], Any]:
 
 
 def check(players: np.ndarray, number: np.ndarray) -> None:
-    """ReplayError for what cannot have happened: a file has no checksum of its own."""
+    """ReplayError for impossible values: files have no checksum."""
     odd = players["character"] >= CHARACTERS
     for name in ("percent", "x", "y"):
         odd |= ~np.isfinite(players[name])
@@ -126,7 +125,7 @@ def check(players: np.ndarray, number: np.ndarray) -> None:
 
 
 def _column(struct: Any, *path: str) -> np.ndarray:
-    """A field of fields, as an array."""
+    """A nested field as an array."""
     for name in path:
         struct = struct.field(name)
     return struct.to_numpy(zero_copy_only=False)
@@ -168,7 +167,7 @@ def _player(post: Any, keep: np.ndarray) -> np.ndarray:
         flags |= np.where(column("airborne") > 0, columns.AIR, columns.GROUND)
         out["jumps"] = column("jumps")
         stunned = (column("state_flags", "3").astype(np.uint8) & HITSTUN) > 0
-        out["hitstun"] = _half(np.where(stunned, column("misc_as"), 0.0))  # of anything else in other states
+        out["hitstun"] = _half(np.where(stunned, column("misc_as"), 0.0))  # has other meanings in other states
     if known & columns.SAFETY:
         flags |= np.where(column("hurtbox_state") > 0, columns.SAFE, columns.OPEN)
     if known & columns.SPEEDS:
@@ -181,7 +180,7 @@ def _player(post: Any, keep: np.ndarray) -> np.ndarray:
 
 
 def controllers(pre: Any, keep: np.ndarray) -> np.ndarray:
-    """CONTROLLER of the rows to keep; an axis that is no number is at rest."""
+    """CONTROLLER of the rows to keep; NaN axes are at rest."""
     out = np.zeros(len(keep), CONTROLLER)
     buttons = _column(pre, "buttons_physical")[keep].astype(np.uint16)
     for bit, mask in enumerate(columns.MASKS):
@@ -198,7 +197,7 @@ def controllers(pre: Any, keep: np.ndarray) -> np.ndarray:
 
 
 def _follower(port: Any, whose: int, keep: np.ndarray) -> np.ndarray:
-    """FOLLOWER of a player's second character, where there is one."""
+    """FOLLOWER of a player's second character, if any."""
     if "follower" not in _names(port):
         return np.zeros(0, FOLLOWER)
     follower = port.field("follower")
@@ -209,7 +208,7 @@ def _follower(port: Any, whose: int, keep: np.ndarray) -> np.ndarray:
 
 
 def _items(frames: Any, keep: np.ndarray, ports: tuple[int, int]) -> tuple[np.ndarray, bool]:
-    """(ITEM, whether the version records items and their owners); older ones in a frame come first."""
+    """(ITEM, whether the version records items and owners); older ones of a frame first."""
     if "item" not in _names(frames):
         return np.zeros(0, ITEM), False
     lists = frames.field("item")

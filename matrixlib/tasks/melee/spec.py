@@ -1,7 +1,6 @@
-"""Melee as a task: players of recorded games, to be imitated.
+"""The Melee task: imitating players of recorded games.
 
-Terms are the parts of a controller: `buttons`, the axes of the sticks, `shoulder`. Items of each are the frames whose
-next controller is known.
+Terms are the parts of a controller: `buttons`, stick axes, `shoulder`. Items are frames whose next controller is known.
 """
 
 import functools
@@ -37,9 +36,9 @@ from matrixlib.tasks.spec import Check, Overfit, TaskSpec, given_folder
 
 @dataclass(frozen=True)
 class MeleeTask(Ungated):
-    """Imitating players as `config` describes it. Frozen and picklable, as the workers get a copy.
+    """Imitating players. Frozen and picklable, for loader workers.
 
-    statistics: of the training set; None where there is none, as for a network that is only used.
+    statistics: of the training set; None without one, for networks only used.
     """
 
     config: MeleeConfig
@@ -59,20 +58,19 @@ class MeleeTask(Ungated):
 
     @property
     def button_weights(self) -> list[float]:
-        """(8,) weight of each button in the loss where it is pressed."""
+        """(8,) loss weight of each pressed button."""
         rare = self.config.loss.rare
         if not rare or self.statistics is None:
             return [1.0] * len(BUTTONS)
         return [weight**rare for weight in self.statistics.weights()]
 
     def objective(self, model: Any) -> Objective:
-        """What the losses are, and how probabilities follow from the logits of a network trained with them."""
+        """The losses, and how probabilities follow from the trained logits."""
         return Objective(model.heads.weights, self.config.loss.focal, self.config.loss.label_smoothing)
 
     @property
     def prior(self) -> list[float]:
-        """(81,) logits of the constant predictor, from which a fresh network starts; a weight of a pressed button
-        multiplies its odds."""
+        """(81,) initial logits: the constant predictor's; button weights multiply odds."""
         logits = [0.0] * LOGITS if self.statistics is None else self.statistics.logits()
         return [x + math.log(w) for x, w in zip(logits, self.button_weights, strict=False)] + logits[len(BUTTONS) :]
 
@@ -82,17 +80,17 @@ class MeleeTask(Ungated):
             return MeleeNet(self.config.model, self.config.data.window, self.prior, self.button_weights)
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Valid frames, of every term the same."""
+        """Valid frames, equal for every term."""
         return dict.fromkeys(self.weights, int(batch["valid"].sum()))
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms over the valid frames, and their metrics.
+        """Sums of the active terms over valid frames, and metrics.
 
-        `nll` of the probabilities, whatever the loss, of the eight buttons the sum; `accuracy` of the likeliest class,
-        or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is. Those of a part that
-        is decided after others hold where their truth is given.
+        `nll`: of corrected probabilities, summed over buttons; `accuracy`: of the most probable class, mean over
+        buttons; `repeat`: accuracy of holding the last input. Autoregressive parts are conditional on true earlier
+        parts.
         """
         logits, objective = self._logits(model, batch), self.objective(model)
         target, previous, valid = batch["choices"].long(), batch["previous"].long(), batch["valid"].bool()
@@ -113,7 +111,7 @@ class MeleeTask(Ungated):
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor) as sums over the items of `counts`: chance is that of always saying `prior`."""
+        """(chance, floor) of each term as sums over the items of `counts`: chance is that of `prior`."""
         loss, target, valid = self.config.loss, batch["choices"].long(), batch["valid"].bool()
         objective = Objective(torch.tensor(self.button_weights), loss.focal, loss.label_smoothing)
         logits, out = torch.tensor(self.prior).expand(*target.shape[:-1], -1), {}
@@ -123,7 +121,7 @@ class MeleeTask(Ungated):
         return out
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Logits (B, T, 8 or classes) by term, NaN in frames that are not valid."""
+        """Logits (B, T, 8 or classes) by term, NaN in invalid frames."""
         logits = self._logits(model, batch).masked_fill(~batch["valid"].bool()[..., None], torch.nan)
         return {head.name: logits[..., head.logits] for head in HEADS}
 
@@ -133,12 +131,12 @@ class MeleeTask(Ungated):
 
 
 MAX_LEAK = 3.0
-"""Times that an action may have changed more often where a button is about to go down: with a state that is one after
-the target it was 7.6 times, paired as here a third."""
+"""Largest ratio of action changes at onsets to those anywhere: it was 7.6 with states after their targets, a third of
+that paired as here."""
 
 
 class MeleeSpec(TaskSpec[MeleeConfig]):
-    """Controllers of players, frame by frame."""
+    """Players' controllers, frame by frame."""
 
     name, demo = "melee", "melee_demo"
     config, layout = MeleeConfig, LAYOUT
@@ -162,11 +160,10 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         return MeleeTask(config, self.statistics(config))
 
     def statistics(self, config: MeleeConfig) -> Statistics | None:
-        """Of the training rows of a configuration; None where its data are not on this machine.
+        """Class frequencies of a configuration's training rows; None if the data are not on this machine.
 
-        The catalogue has the counts of each shard, made when it was written. They are added up over the shards in use,
-        so that another split, another limit or a shard in quarantine gives other rates; where a limit keeps a part of a
-        shard, the rows of that part are counted. Raises ShardError for a shard that cannot be read.
+        Summed from the catalogue's counts over the shards in use, so splits, limits and quarantine matter; if a limit
+        cuts a shard, its rows are counted. ShardError for an unreadable shard.
         """
         try:
             rows = Catalogue(self.folder(config)).shards("train")
@@ -188,7 +185,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         return export(net.model, net.task, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Log-likelihoods and onsets of held-out frames, each beside what repeating the controller gives."""
+        """Log-likelihoods and onsets of held-out frames, with repeating as baseline."""
         config = net.task.config
         batches = held_out.sequential(config.validation.batch_size, sample=sample)
         return imitation.figures(imitation.judge(net, batches, config.seed))
@@ -202,7 +199,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        """A network that has learned something, of data that give nothing away."""
+        """Checks that a network learned something, from data without a leak."""
         total, leak = figures["total"], figures["leak"]
         better, honest = total["nll"] < total["constant"], leak["at_onsets"] <= MAX_LEAK * leak["anywhere"]
         nats = f"{total['nll']:.3f} nats a frame, {total['constant']:.3f}"

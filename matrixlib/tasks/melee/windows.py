@@ -1,9 +1,9 @@
-"""From games to stored rows, from rows to windows for training (where each begins, its delay, what it is paired with,
-what is changed at random), and from stored frames to the inputs of a network: one builder for training and for play.
+"""Games to stored rows, rows to training windows (start, delay, pairing, augmentation), stored frames to network
+inputs: one builder for training and play.
 
-The state after frame t is paired with the controller of frame t + 1 + delay. Slippi stores a frame's controller beside
-the state that it led to: paired with that, two of three pressed buttons could be read off the character's new action.
-What the player has decided last, the controller of t + delay, is an input.
+The state after frame t is paired with the controller of frame t + 1 + delay. Slippi stores a frame's controller with
+the state that it led to: paired with that, two of three presses could be read off the character's new action. The last
+decision, the controller of t + delay, is an input.
 """
 
 import itertools
@@ -27,11 +27,11 @@ ACTIONS = 399
 STAGES = {2: "Fountain of Dreams", 3: "Pokémon Stadium", 8: "Yoshi's Story", 28: "Dream Land", 31: "Battlefield"}
 STAGES[32] = "Final Destination"
 SYMMETRIC = (2, 28, 31, 32)
-"""Stages that stay what they are when left and right change places; Randall and the stadium's forms do not."""
+"""Stages that are mirror-symmetric; Randall and the stadium's transformations are not."""
 EDGE = 85.0  # about where stages end
 GAME_FRAMES = 28_800.0  # eight minutes
 DEAD_SIDEWAYS = (1, 2)
-"""Action states of a player who is lost over the left and the right edge."""
+"""Action states of dying over the left and the right edge."""
 
 # Kinds of action state: the first state of each. From 341 on they are a character's own.
 KINDS = np.array(
@@ -45,7 +45,7 @@ MEASURED = [LEADER.index(name) for name in ("percent", "shield", "x", "y", *SPEE
 """Where HALVES stand in LEADER, by SCALES."""
 SCALES = np.array([0.01, 0.01, 0.05, 0.05, *[0.5] * len(SPEEDS), 1 / 120, 1 / 60], np.float32)
 SIGNS = np.array([0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0], "<u2") << 15
-"""The sign of those of HALVES that change it in a mirror."""
+"""Sign bits of HALVES that flip in a mirror."""
 _OF_SECOND = (*STATE, "speed air x", "speed y", "hitstun", "action frame", "stocks")
 OF_SECOND = [LEADER.index(name) for name in _OF_SECOND]
 _KINDS = (f"kind {number}" for number in range(len(KINDS)))
@@ -83,9 +83,9 @@ def live(
     followers: Mapping[int, np.ndarray] | None = None,
     items: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
-    """One frame as it is played, SCENE (1, 1): from FRAME and CONTROLLER scalars, Slippi's number of the frame.
+    """One frame in play, SCENE (1, 1): from FRAME and CONTROLLER scalars and Slippi's frame number.
 
-    followers: whose (0 ours, 1 theirs) -> PLAYER. items: ITEM. The frame's own controller is not looked at.
+    followers: whose (0 ours, 1 theirs) -> PLAYER. items: ITEM. The frame's own controller is ignored.
     """
     scene = blank(1, 1)
     scene["players"] = np.asarray(frame, columns.FRAME).reshape(1).view(columns.PAIR)["players"]
@@ -106,8 +106,8 @@ def blank(*shape: int) -> np.ndarray:
 
 
 def inputs(scene: np.ndarray) -> dict[str, np.ndarray]:
-    """What a network sees of SCENE (B, T): `numeric` f4 (B, T, len(INPUTS)), `action` i2 and `character` u1 (B, T, 2),
-    own first, `previous` u1 (B, T, 13), the controller held."""
+    """Network inputs of SCENE (B, T): `numeric` f4 (B, T, len(INPUTS)), `action` i2 and `character` u1 (B, T, 2), own
+    first, `previous` u1 (B, T, 13), the held controller."""
     out = np.zeros((*scene.shape, len(INPUTS)), np.float32)
     players, follower, item = scene["players"], scene["follower"], scene["item"]
     leader = _leader(players)
@@ -147,13 +147,13 @@ def inputs(scene: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _block(out: np.ndarray, first: str, count: int, size: int) -> np.ndarray:
-    """(B, T, count, size) of the numbers from the one named `first` on: a view."""
+    """(B, T, count, size) view of the inputs from the one named `first`."""
     place = PLACE[first]
     return out[..., place : place + count * size].reshape(*out.shape[:2], count, size)
 
 
 def _number(values: np.ndarray) -> np.ndarray:
-    """Halves as floats; what is not known is 0, and a flag of `known` says so."""
+    """float16 to float32; unknown values become 0, as a flag of `known` tells."""
     number = values.astype(np.float32)
     number[~np.isfinite(number)] = 0
     return number
@@ -179,7 +179,7 @@ def _leader(state: np.ndarray) -> np.ndarray:
 
 
 def mirror(scene: np.ndarray, rows: np.ndarray) -> None:
-    """Exchange left and right in `rows` (B,) bool of SCENE (B, T), in place."""
+    """Swap left and right in `rows` (B,) bool of SCENE (B, T), in place."""
     for players in (scene["players"], scene["follower"]):
         players.view(columns.HALVES)["halves"].view("<u2")[rows] ^= SIGNS
         flags, facing = players["flags"][rows], columns.RIGHT | columns.LEFT
@@ -187,7 +187,7 @@ def mirror(scene: np.ndarray, rows: np.ndarray) -> None:
         players["flags"][rows] = np.where(turns, flags ^ facing, flags)
         action = players["action"][rows]
         players["action"][rows] = np.where(np.isin(action, DEAD_SIDEWAYS), sum(DEAD_SIDEWAYS) - action, action)
-    # Of sticks the steps, not the classes: 16 - class is one off in the middle between two, where it is rounded up.
+    # Mirror stick steps, not classes: 16 - class is off by one at midpoints, which round up.
     for controller in (scene["previous"], scene["decision"]):
         controller["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)
     for field in ("place", "speed"):
@@ -198,11 +198,11 @@ def mirror(scene: np.ndarray, rows: np.ndarray) -> None:
 
 
 def stretches(replay: Replay, held_out: bool) -> Batch:
-    """The rows of a game: each player's, in order. A row never crosses a gap in the frame numbers."""
+    """The rows of a game, by player, in order. Rows never cross gaps in frame numbers."""
     breaks = np.flatnonzero(np.diff(replay.number) != 1) + 1
     starts, ends = [], []
     for first, after in itertools.pairwise([0, *breaks.tolist(), len(replay.number)]):
-        starts.append(np.arange(first, after - 1, OWN))  # the last frame has no controller after it
+        starts.append(np.arange(first, after - 1, OWN))  # the last frame has no next controller
         ends.append(np.full(len(starts[-1]), after))
     start, end = np.concatenate(starts), np.concatenate(ends)
     stop = np.minimum(start + ROW, end)
@@ -227,13 +227,13 @@ def stretches(replay: Replay, held_out: bool) -> Batch:
 
 
 def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(all of start..stop-1 one behind the other, offsets (rows + 1,) of each)."""
+    """(concatenated start..stop-1, offsets (rows + 1,))."""
     offset = np.concatenate([[0], np.cumsum(stop - start)]).astype("<i8")
     return np.arange(offset[-1]) + np.repeat(start - offset[:-1], stop - start), offset
 
 
 def _within(things: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(those that lie in each range, `at` counted from its start; offsets)."""
+    """(things inside each range, `at` relative to its start; offsets)."""
     pick, offset = _ranges(np.searchsorted(things["at"], start), np.searchsorted(things["at"], stop))
     inside = things[pick]
     inside["at"] = inside["at"] - np.repeat(start, np.diff(offset))
@@ -241,14 +241,14 @@ def _within(things: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np
 
 
 def count(batch: Batch) -> Statistics:
-    """Of the controllers of the own frames of rows."""
+    """Class frequencies over the own frames of rows."""
     begin = batch["frame_offset"][:-1]
     mine, _ = _ranges(begin, begin + batch["records"]["own"])
     return Statistics.count(choices_of(batch["frame_state"]["controller"][mine]))
 
 
 def figures(batch: Batch) -> dict[str, Any]:
-    """What the catalogue says of a shard: rows, frames, games, and how often each class of the controller is held."""
+    """Catalogue figures of a shard: rows, frames, games, class frequencies."""
     records = batch["records"]
     return {
         "records": len(records),
@@ -262,10 +262,10 @@ def figures(batch: Batch) -> dict[str, Any]:
 
 
 def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Batch:
-    """Rows (B,) of LAYOUT to windows for training, at random starts and delays, mirrored and with noise.
+    """Rows (B,) of LAYOUT to training windows, at random starts and delays, mirrored and with noise.
 
-    Gives what `inputs` gives, `choices` u1 (B, T, 13) that are to be predicted, and `valid` u1 (B, T), 0 where
-    there is nothing to predict: behind the end of a game.
+    Returns the arrays of `inputs`, `choices` u1 (B, T, 13), the targets, and `valid` u1 (B, T), 0 beyond the end of a
+    game.
     """
     records = batch["records"]
     draws = [rng.random(len(records)) for _ in range(4)]
@@ -280,7 +280,7 @@ def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Ba
     noisy = np.flatnonzero(draws[3] < data.noise)
     part = out["numeric"][noisy]
     measured = part.take(CONTINUOUS, -1)
-    there = measured != 0  # what is exactly 0 is not there, unknown, or at rest
+    there = measured != 0  # exactly 0: absent, unknown, or at rest
     for values, present, key in zip(measured, there, keys[noisy], strict=True):
         noise = np.random.default_rng(key).standard_normal(present.sum(), np.float32)
         values[present] += np.float32(data.noise_sigma) * noise
@@ -290,25 +290,24 @@ def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Ba
 
 
 def plain(batch: Batch, data: MeleeDataConfig) -> Batch:
-    """The same of all own frames of each row, however long a window is in training, with the least delay and nothing
-    at random."""
+    """The same for all own frames of each row, whatever the training window, with the smallest delay and nothing
+    random."""
     start = np.zeros(len(batch["records"]), np.int64)
     return arrays(cut(batch, start, start + data.delay[0], OWN))
 
 
 def arrays(scene: np.ndarray) -> Batch:
-    """What the network sees of SCENE (B, T), and its targets."""
+    """Inputs and targets of SCENE (B, T)."""
     return inputs(scene) | {"choices": choices_of(scene["decision"]), "valid": scene["valid"].copy()}
 
 
 def cut(batch: Batch, start: np.ndarray, delay: np.ndarray, frames: int) -> np.ndarray:
-    """SCENE (B, frames): the windows that begin at frame `start` (B,) of each row. What lies behind the end of a row
-    repeats its last frame.
-    """
+    """SCENE (B, frames): windows that start at frame `start` (B,) of each row. Beyond the end of a row its last frame
+    repeats."""
     offset, records, scene = batch["frame_offset"], batch["records"], blank(len(start), frames)
     last = offset[1:, None] - 1
     at = (offset[:-1] + start)[:, None] + np.arange(frames)
-    stored = batch["frame_state"]  # `take` copies rows of fields many times faster than an index does
+    stored = batch["frame_state"]  # `take` copies structured rows much faster than indexing
     after = at + delay[:, None]
     scene["players"] = stored.take(np.minimum(at, last)).view(PAIR)["players"]
     scene["previous"] = stored.take(np.minimum(after, last))["controller"]
@@ -321,14 +320,14 @@ def cut(batch: Batch, start: np.ndarray, delay: np.ndarray, frames: int) -> np.n
     scene["follower"][row, frame, second["whose"]] = second["state"]
     things, row, frame = _inside(batch, "item", start, frames)
     place = row * frames + frame
-    slot = np.arange(len(place)) - np.searchsorted(place, place)  # of those in the same frame, which follow each other
+    slot = np.arange(len(place)) - np.searchsorted(place, place)  # within the same frame
     few = slot < SLOTS
     scene["item"][row[few], frame[few], slot[few]] = things[few]
     return scene
 
 
 def _inside(batch: Batch, group: str, start: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a ragged group has inside the windows, and the row and the frame of the window that each belongs to."""
+    """Items of a ragged group inside the windows, with row and frame of each."""
     stored, offset = batch[f"{group}_state"], batch[f"{group}_offset"]
     row = np.repeat(np.arange(len(start)), np.diff(offset))
     frame = stored["at"].astype(np.int64) - start[row]

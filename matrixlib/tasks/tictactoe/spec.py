@@ -1,6 +1,6 @@
-"""Tic-tac-toe as a task: options, network, losses, figures, and a game that minimax solves. The example to read.
+"""The tic-tac-toe task: options, network, losses, figures, and a game that minimax solves. The example to read.
 
-States are two bit maps, moves the squares 0 to 8, row by row.
+States are two bitboards, moves the squares 0 to 8, row by row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class TicTacToe:
         return np.zeros(n, STATE)
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
-        """Empty squares (K,), none where a side has won, and offsets (N + 1,)."""
+        """Empty squares (K,), none after a win, and offsets (N + 1,)."""
         taken = states["ours"] | states["theirs"]
         free = taken[:, None] >> np.arange(SQUARES) & 1 == 0
         free &= ~_won(states)[:, None]
@@ -67,7 +67,7 @@ class TicTacToe:
         return after
 
     def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
-        """(N,) -1 where the opponent has three in a row, 0 on a full board, else NaN."""
+        """(N,) -1 if the opponent has three in a row, 0 on a full board, else NaN."""
         return np.where(_won(states), -1, np.where(counts == 0, 0, np.nan)).astype(np.float32)
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
@@ -79,18 +79,18 @@ class TicTacToe:
         return states["ours"].astype(np.uint64) | high << np.uint64(SQUARES)
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
-        """The states: every move fills a square, so nothing is repeated."""
+        """Unchanged: nothing can repeat."""
         return states
 
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
         return endings(self, states, moves, offsets)
 
     def proven(self, states: States) -> Values:
-        """Nothing: a search finds out for itself."""
+        """Nothing: searches prove by themselves."""
         return np.full(len(states), np.nan, np.float32)
 
     def write(self, game: GameRecord) -> str:
-        """The game in a line: X and O by name, the board at the start, the squares played, the points of both."""
+        """The game in a line: players X and O, initial board, squares played, points of both."""
         (start,) = game.start
         us, them = "xo" if start["side"] == 0 else "ox"
         signs = ((us if start["ours"] >> s & 1 else them if start["theirs"] >> s & 1 else ".") for s in range(SQUARES))
@@ -100,13 +100,13 @@ class TicTacToe:
 
 
 def _won(states: States) -> NDArray[np.bool_]:
-    """Whether the side that has just moved has three in a row."""
+    """Whether the side that just moved has three in a row."""
     return ((states["theirs"][:, None] & LINES) == LINES).any(1)
 
 
 @cache
 def best_moves(ours: int, theirs: int) -> tuple[int, tuple[int, ...]]:
-    """(value for the side to move, every move that keeps it) of two bit maps; no move where the game is over."""
+    """(value for the side to move, all moves that keep it) of two bitboards; no moves if the game is over."""
     if any(theirs & line == line for line in LINES.tolist()):
         return -1, ()
     values = _move_values(ours, theirs)
@@ -122,8 +122,7 @@ def _move_values(ours: int, theirs: int) -> dict[int, int]:
 
 @cache
 def solve() -> tuple[States, NDArray[np.int8]]:
-    """The 4,520 positions (N,) that can arise and have a move, and the value for the mover of each move (N, 9), -2
-    where the square is taken."""
+    """The 4,520 reachable positions (N,) with a move, and each move's value for the mover (N, 9), -2 if taken."""
     states, values = [], []
     reached, side = {(0, 0)}, 0
     while level := sorted(pair for pair in reached if best_moves(*pair)[1]):
@@ -135,7 +134,7 @@ def solve() -> tuple[States, NDArray[np.int8]]:
 
 
 def perfect_player(seed: int) -> match.Player:
-    """Plays any move that keeps what the position is worth; in a game of a number always the same."""
+    """Plays a random move that keeps the position's value, a function of seed and game number."""
 
     def play(turn: match.Turn) -> match.Choice:
         options = [best_moves(int(state["ours"]), int(state["theirs"]))[1] for state in turn.states]
@@ -148,12 +147,12 @@ def perfect_player(seed: int) -> match.Player:
 
 # The task
 
-FILL = -1e9  # logit of a taken square: finite, so that nothing times it is NaN
+FILL = -1e9  # logit of a taken square; finite, so 0 * FILL is not NaN
 PAD = -1  # policy index of a square that is no move
 BOARD = np.arange(SQUARES).reshape(3, 3)
 SYMMETRIES = np.array([np.rot90(b, k).ravel() for b in (BOARD, BOARD.T) for k in range(4)])
-"""(8, 9): where each square's content comes from, in the board's eight symmetries."""
-PERFECT_GAMES = 200  # against perfect play, half of them as the side that begins
+"""(8, 9): source square of each square, in the board's eight symmetries."""
+PERFECT_GAMES = 200  # against perfect play, half as the first player
 SAFE = "policy: move does not lose"
 LOST_ALONE, LOST = "policy: games lost", "with search: games lost"
 
@@ -174,7 +173,7 @@ class TicTacToeLossConfig(Section):
 
 
 class TicTacToeConfig(Config):
-    """One run's whole configuration, where tic-tac-toe is trained."""
+    """Configuration of a tic-tac-toe run."""
 
     task: Literal["tictactoe"]
     data: TicTacToeDataConfig = TicTacToeDataConfig()
@@ -184,7 +183,7 @@ class TicTacToeConfig(Config):
 
 
 class TicTacToeNet(nn.Module):
-    """Squares (B, 9), 1 ours, -1 theirs, 0 empty, to logits of moves (B, 9) and of win, draw and loss (B, 3)."""
+    """Squares (B, 9), 1 ours, -1 theirs, 0 empty, to move logits (B, 9) and win-draw-loss logits (B, 3)."""
 
     def __init__(self, config: TicTacToeModelConfig) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ class TicTacToeNet(nn.Module):
         self.policy, self.value = nn.Linear(config.width, SQUARES), nn.Linear(config.width, 3)
 
     def edges(self) -> list[nn.Module]:
-        """The layers that take the squares and those that give the outputs."""
+        """Input and output layers."""
         return [self.stem, self.policy, self.value]
 
     def forward(self, squares: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +205,7 @@ class TicTacToeNet(nn.Module):
 
 @dataclass(frozen=True)
 class TicTacToeTask(Ungated):
-    """What the engine trains, with the terms "policy" and "value". Frozen and picklable, for the loader's workers."""
+    """Terms "policy" and "value". Frozen and picklable, for loader workers."""
 
     config: TicTacToeConfig
 
@@ -215,7 +214,7 @@ class TicTacToeTask(Ungated):
         return {"policy": self.config.loss.policy, "value": self.config.loss.value}
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """As `prepare_plain`; with `data.augment` each board is turned by a random one of its symmetries."""
+        """`prepare_plain`; with `data.augment` each board gets a random symmetry."""
         turns = SYMMETRIES[rng.integers(len(SYMMETRIES), size=len(batch["records"]))]
         plain = self.prepare_plain(batch, rng)
         if not self.config.data.augment:
@@ -233,8 +232,8 @@ class TicTacToeTask(Ungated):
         }
 
     def inputs(self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray) -> dict[str, np.ndarray]:
-        """What `predict` asks for, of states (B,) and their moves (K,) at offsets (B + 1,): `squares` and
-        `policy_index` i64 (B, 9), each move at its own place, else PAD."""
+        """Inputs of `predict` for states (B,) with moves (K,) at offsets (B + 1,): `squares`, and `policy_index` i64
+        (B, 9), each move at its own place, else PAD."""
         moves = np.full((len(rows), SQUARES), PAD, np.int64)
         moves[np.repeat(np.arange(len(rows)), np.diff(offset)), index] = index
         return {"squares": _squares(rows), "policy_index": moves}
@@ -262,8 +261,7 @@ class TicTacToeTask(Ungated):
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """(chance, floor): ln of the number of free squares and the target's entropy; ln 3 and 0, as of a network that
-        knows every game."""
+        """(chance, floor): policy ln(free squares) and the target's entropy; value ln 3 and 0."""
         target = batch["policy"].double()
         free = (batch["squares"] == 0).sum(1)[target.sum(1) > 0].double()
         entropy = -torch.special.xlogy(target, target).sum().item()
@@ -275,7 +273,7 @@ class TicTacToeTask(Ungated):
         return {"policy": policy.masked_fill(batch["squares"] != 0, torch.nan), "value": value}
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """`policy` (B, 9) log-probabilities of `policy_index`'s moves; `wdl` (B, 3); `value` (B,) in -1..1."""
+        """`policy` (B, 9) log-probabilities of `policy_index`; `wdl` (B, 3); `value` (B,) in [-1, 1]."""
         policy, value = model(batch["squares"])
         wdl = value.float().softmax(1)
         log_p = log_shares(policy, batch["policy_index"] != PAD)
@@ -295,7 +293,7 @@ def log_shares(logits: Tensor, free: Tensor) -> Tensor:
 
 def policy_loss(logits: Tensor, target: Tensor, free: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy in fp32, summed over rows with a target (B, 9). Metrics: `top1` (the best move is one of the
-    target's best, all that tie), `uniform` (the same of a random free square) and `kl` to the target."""
+    target's best, ties included), `uniform` (the same for a random free square), `kl` to the target."""
     log_p = log_shares(logits, free)
     loss = -(target * log_p).sum(1)  # 0 without a target
     with torch.no_grad():
@@ -308,7 +306,7 @@ def policy_loss(logits: Tensor, target: Tensor, free: Tensor) -> tuple[Tensor, d
 
 
 def value_loss(logits: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of win, draw and loss, summed over known results, and how many are right."""
+    """Win-draw-loss cross-entropy summed over known results, and the number of correct ones."""
     log_p, known = logits.float().log_softmax(1), result != UNKNOWN
     wanted = torch.where(known, 1 - result, 0)  # win 1 -> 0, draw 0 -> 1, loss -1 -> 2
     loss = -log_p.gather(1, wanted[:, None])[:, 0]
@@ -323,7 +321,7 @@ class TicTacToeGameSpec(GameSpec):
     game = TicTacToe()
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Rows:
-        """The positions that were fully searched, with the search's policy."""
+        """Fully searched positions with the search's policy."""
         parts = [np.empty(0, RECORD)]
         for trace in traces:
             records, result = np.zeros(len(trace.states), RECORD), trace.results()
@@ -340,9 +338,8 @@ class TicTacToeGameSpec(GameSpec):
         return records["ours"].astype(np.uint64) << np.uint64(16) | records["theirs"]
 
     def perfection(self, evaluate: Evaluate, player: match.Player) -> dict[str, float]:
-        """Of the positions that are not lost those in which the most probable move does not lose, of all positions
-        those in which it keeps what they are worth; of the games against perfect play those that the player loses, and
-        those that the most probable moves lose."""
+        """Rates: over positions not lost, the policy's move does not lose; over all, it keeps the value; games lost
+        against perfect play with search, and by policy alone."""
         game, (states, values) = self.game, solve()
         moves, offsets = game.legal(states)
         priors = np.full(values.shape, -1.0)
@@ -370,7 +367,7 @@ class TicTacToeGameSpec(GameSpec):
 
 
 class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
-    """Positions of self-play."""
+    """Self-play positions."""
 
     name = "tictactoe"
     config = TicTacToeConfig
@@ -378,7 +375,7 @@ class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
     objective_options = ("loss.",)
     measured_on_options = ("validation.limit",)
     held_out = "of a cycle's games one in twenty is held out"
-    # The first positions of games come again and again, with other results: those can't be learned by heart.
+    # Early positions recur with different results, which cannot be memorised.
     overfit = Overfit(overrides={"data": {"augment": False}}, gaps={"policy": 0.05})
     game = TicTacToeGameSpec()
 
@@ -386,7 +383,7 @@ class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
         return TicTacToeTask(config)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Top-1 agreement with the search beside that of a random move, KL to it, and right results."""
+        """Top-1 agreement with the search (baseline: random move), KL to it, and correct results."""
         found = super().evaluate(net, held_out, catalogue, sample)
         if "policy_loss" not in found:
             raise ValueError("the held-out positions have no policy target to evaluate on; play more games")
