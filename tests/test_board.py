@@ -128,15 +128,15 @@ def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:
 
 def test_a_network_of_another_task_is_refused() -> None:
     net: Any = SimpleNamespace(task=SimpleNamespace(config=SimpleNamespace(task="latin")))
-    with pytest.raises(ValueError, match="'mine' is a network of latin, and this is a game of chess"):
+    with pytest.raises(ValueError, match="'mine' is a network of latin, not of chess"):
         Session(net, "mine")
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"simulations": 0}, "simulations or of seconds"),
-        ({"seconds": float("inf")}, "simulations or of seconds"),
+        ({"simulations": 0}, "finite and not both 0"),
+        ({"seconds": float("inf")}, "finite and not both 0"),
         ({"side": "red"}, "white or black, not 'red'"),
         ({"start": "8/8/8/8/8/8/8/8 w - - 0 1"}, "KING"),
     ],
@@ -230,5 +230,5 @@ def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPa
     game.handle({"kind": "open"}, visitor)
     page = visitor.wait(lambda page: bool(page["problem"]))
     assert not page["thinking"]
-    assert "broke off" in page["problem"]
+    assert "search failed" in page["problem"]
     assert page["status"] == "the network is to move: press search here"

@@ -324,7 +324,7 @@ def test_two_imports_into_a_folder_do_not_mix(tmp_path: Path) -> None:
         ("games.pgn.gz", b"1. e4 *", "damaged or cut short"),
         ("x.tar.zst", b"\x28\xb5\x2f\xfd", "decompress it to x.tar first"),
         ("x.npz.gz", b"\x1f\x8b\x08", "decompress it to x.npz first"),
-        ("games.pgn", b"nothing of the kind\n", "holds no games in PGN"),
+        ("games.pgn", b"nothing of the kind\n", "holds no PGN games"),
     ],
 )
 def test_files_that_cannot_be_imported_are_named(tmp_path: Path, name: str, content: bytes | None, what: str) -> None:

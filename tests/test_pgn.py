@@ -164,7 +164,7 @@ def test_the_board_decides_when_the_game_is_over(fen: str, moves: str, why: str,
     wrong = read(game("0-1"))
     assert wrong.stored == 0
     assert wrong.refused[0].reason == CONTRADICTED
-    assert wrong.refused[0].detail == f"0-1 is said, the board shows {right}: {why}"
+    assert wrong.refused[0].detail == f"claimed result 0-1, on the board {right}: {why}"
     points = {"1-0": 1, "1/2-1/2": 0}[right]
     for result in (read(game("0-1"), repair=True), read(game("*")), read(game(right))):
         assert result.batch["records"]["result"][0] == points

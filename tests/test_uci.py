@@ -313,7 +313,7 @@ def test_without_a_name_the_training_that_ended_last_plays(
 ) -> None:
     with pytest.raises(SystemExit):
         uci.main([])
-    assert "no finished training of chess in" in capfd.readouterr().err
+    assert "no finished chess run in" in capfd.readouterr().err
     for number, (name, kind) in enumerate({"old": "train", "new": "train", "tried": "overfit"}.items()):
         shutil.copytree(run, reports / name)
         (reports / name / "run.json").write_text(json.dumps({"kind": kind, "requested": {"task": "chess"}}))

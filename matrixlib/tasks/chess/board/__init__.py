@@ -1,1 +1,1 @@
-"""A board to play on."""
+"""The interactive chess board."""

@@ -1,4 +1,4 @@
-"""A game of a person against a network: on boards in JupyterLab, by given moves everywhere else."""
+"""A game against a network: interactive in JupyterLab, scripted when headless."""
 
 import math
 import threading
@@ -20,7 +20,7 @@ from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.game_search import GameSearch
 
 SIDES = {"white": chess.WHITE, "black": chess.BLACK}
-STATUS = {  # of a game that goes on: whether the network is to move, and whether there is a search
+STATUS = {  # (network to move, search running) -> text, while the game goes on
     (True, True): "the network thinks",
     (True, False): "the network is to move: press search here",
     (False, True): "searching; search here again stops it",
@@ -33,21 +33,21 @@ Show = Callable[[Page], None]
 
 
 def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]], maps: Mapping[str, Any]) -> Page:
-    """A position as a page shows it. arrows: whose -> UCI -> share. maps: head -> (8, 8)."""
+    """A position as page data. arrows: source -> UCI -> probability. maps: head -> (8, 8)."""
     last = board.peek().uci() if board.move_stack else ""
     return {
         "fen": board.fen(),
         "turn": chess.COLOR_NAMES[board.turn],
         "check": board.is_check(),
         "last": [last[:2], last[2:4]] if last else [],
-        "arrows": {whose: [[move, share] for move, share in moves.items()] for whose, moves in arrows.items()},
+        "arrows": {source: [[move, p] for move, p in moves.items()] for source, moves in arrows.items()},
         "maps": {head: plots.square_colours(head, values) for head, values in maps.items()},
         "keys": {head: plots.colour_legend(head) for head in maps},
     }
 
 
 def _line(evaluation: Evaluation | None) -> str:
-    """What the search expects, in a line."""
+    """The search's principal variation and value as text."""
     if evaluation is None or (result := evaluation.search) is None:
         return ""
     board = evaluation.board
@@ -56,13 +56,13 @@ def _line(evaluation: Evaluation | None) -> str:
 
 
 class Session:
-    """A game from any position, and the pages that show it.
+    """A game against a network, and the board widgets that show it.
 
-    start: a FEN, or a position as UCI has it; empty for that of chess. side: `white` or `black`, the person's.
-    simulations, seconds: of each of the network's moves; 0 for no limit, not both. ValueError for what is not so.
+    start: a FEN or UCI position, "" for the initial one. side: the person's, `white` or `black`. simulations, seconds:
+    limits of a network's move, 0 for none, not both 0. ValueError for invalid arguments.
 
-    A page is told of every change, and sends mappings with a `kind` to `handle`. Whatever it asks for ends the search
-    first, so only one thread ever changes the game; so does the last page closed.
+    Widgets receive every change as a page and send messages with a `kind` to `handle`. A message first stops the
+    search, so only one thread changes the game; closing the last widget stops it too.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Session:
     ) -> None:
         if not isinstance(net, Net):
             task = net.task.config.task
-            raise ValueError(f"'{name}' is a network of {task}, and this is a game of chess: give a run of chess")
+            raise ValueError(f"'{name}' is a network of {task}, not of chess: give a chess run")
         self.net, self.name = net, name
         self.game_search = GameSearch(net)
         self.pages: list[Show] = []
@@ -86,18 +86,18 @@ class Session:
         self.new_game(start, side)
 
     def limit(self, simulations: int, seconds: float) -> None:
-        """How long the network thinks about a move."""
+        """Set the limits of a network's move; ValueError if both are 0 or one is invalid."""
         if simulations < 0 or seconds < 0 or not (simulations or seconds) or not math.isfinite(seconds):
-            raise ValueError(f"a move takes a number of simulations or of seconds, not {simulations} and {seconds}")
+            raise ValueError(f"simulations and seconds must be finite and not both 0, got {simulations} and {seconds}")
         self.simulations, self.seconds = simulations, seconds
 
     def new_game(self, start: str = "", side: str = "white") -> None:
-        """Begin again, from any position."""
+        """Start a new game, from any position."""
         if side not in SIDES:
             raise ValueError(f"side must be white or black, not '{side}'")
         board = protocol.read_position(start or "startpos")
         self.board, self.person, self.resigned = board, SIDES[side], False
-        self._first = len(board.move_stack)  # moves before it are not taken back
+        self._first = len(board.move_stack)  # moves before it cannot be taken back
         self.evaluations: dict[int, Evaluation] = {}
 
     @property
@@ -106,16 +106,15 @@ class Session:
 
     @property
     def result(self) -> tuple[str, str]:
-        """(1-0, 0-1 or 1/2-1/2, and why); `*` while the game goes on. Where a draw can be claimed it is one."""
+        """(1-0, 0-1, 1/2-1/2 or `*`, reason). Draws need no claim."""
         board = self.board
         if self.resigned:
             return ("0-1" if self.person else "1-0"), "resigned"
         if outcome := board.outcome():
             return outcome.result(), outcome.termination.name.lower().replace("_", " ")
         if board.is_repetition(3):
-            return "1/2-1/2", "the position occurred three times"
-        fifty = "fifty moves without a capture or a pawn's move"
-        return ("1/2-1/2", fifty) if board.halfmove_clock >= 100 else ("*", "")
+            return "1/2-1/2", "threefold repetition"
+        return ("1/2-1/2", "fifty-move rule") if board.halfmove_clock >= 100 else ("*", "")
 
     @property
     def over(self) -> bool:
@@ -126,18 +125,18 @@ class Session:
         return not self.over and self.board.turn != self.person
 
     def play(self, uci: str) -> None:
-        """The person's move. ValueError where it is not legal, or not the person's turn."""
+        """Play the person's move; ValueError for an illegal one and out of turn."""
         if self.over:
             raise ValueError(f"the game is over: {' '.join(self.result)}")
         if self.board.turn != self.person:
-            raise ValueError(f"it is the network's turn, not that of {uci}")
+            raise ValueError(f"{uci} is out of turn: it is the network's turn")
         self.board.push(protocol.legal_move(self.board, uci))
 
     def think(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Search the position, going on from the tree of the move before; None where it was stopped. What comes of it
-        is kept, see `evaluation`."""
+        """Search the position, reusing the tree of the previous move, and store the result in `evaluation`; None if
+        stopped."""
         if self.over:
-            raise ValueError("the game is over: there is nothing to think about")
+            raise ValueError("the game is over: nothing to search")
         evaluation, ply = self.evaluation, self.ply
         deadline = time.monotonic() + self.seconds if self.seconds else math.inf
         self.game_search.set_position(self.board)
@@ -148,7 +147,7 @@ class Session:
         return self.evaluations[ply]
 
     def answer(self) -> chess.Move:
-        """Play the move that the search found best; ValueError where there was none."""
+        """Play the search's best move; ValueError without a search and out of turn."""
         result = self.evaluation.search
         if result is None or not self.network_to_move:
             raise ValueError("the network has no move to play")
@@ -156,7 +155,7 @@ class Session:
         return self.board.peek()
 
     def take_back(self) -> None:
-        """Back to where the person chose the last move, or to the beginning."""
+        """Take back to the person's last move, or to the start."""
         self.resigned = False
         while self.ply > self._first:
             self.board.pop()
@@ -166,11 +165,11 @@ class Session:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The network's at the board, with the search's where there was one."""
-        return self._evaluate(self.board.copy())  # an answer may be played meanwhile
+        """Evaluation of the position, with the search's result if there is one."""
+        return self._evaluate(self.board.copy())  # another thread may play a move meanwhile
 
     def chance_curve(self) -> list[Chances]:
-        """The chances in each position of the game, by the network; those of a game that is over as it ended."""
+        """Result probabilities in each position by the network, at the end of a game the result."""
         board = self.board.copy()
         ended: Chances = {"1-0": (1.0, 0.0, 0.0), "0-1": (0.0, 0.0, 1.0)}.get(self.result[0], (0.0, 1.0, 0.0))
         chances = [ended if self.over else self._chances(board.copy())]
@@ -181,7 +180,7 @@ class Session:
 
     def pgn(self) -> str:
         game = chess.pgn.Game.from_board(self.board.copy())
-        name = self.name.replace("\\", "\\\\").replace('"', '\\"')  # as the standard of PGN says, section 7
+        name = self.name.replace("\\", "\\\\").replace('"', '\\"')  # PGN standard, section 7
         white, black = ("person", name) if self.person else (name, "person")
         headers = {"Event": "A game in a notebook", "Date": f"{date.today():%Y.%m.%d}", "White": white, "Black": black}
         game.headers.update(headers | {"Result": self.result[0]})
@@ -198,7 +197,7 @@ class Session:
         return (win, draw, loss) if board.turn else (loss, draw, win)
 
     def show(self, moves: Sequence[str] = ()) -> None:
-        """Show a board to play on; headless the network answers each of `moves` (UCI), or ValueError names it."""
+        """Show a board to play on; headless, play `moves` (UCI) with the network's answers. ValueError: bad move."""
         if not progress.interactive():
             for move in ("", *moves):  # from a start position it may be the network's turn
                 if move:
@@ -211,12 +210,12 @@ class Session:
 
         from matrixlib.tasks.chess.board.widget import BoardWidget
 
-        widget = BoardWidget(self.page(), lambda message: self.handle(message, told))
-        told = partial(widget.set_trait, "page")
+        widget = BoardWidget(self.page(), lambda message: self.handle(message, show))
+        show = partial(widget.set_trait, "page")
         display(widget)
 
     def page(self, thinking: bool = False, problem: str = "") -> Page:
-        """The game as a page shows it."""
+        """The game as page data. problem: error text to show."""
         board, evaluation = self.board, self.evaluation
         visits = dict(sorted(evaluation.visits.items(), key=lambda item: -item[1]))
         latest = evaluation if evaluation.search else self.evaluations.get(self.ply - 1)
@@ -240,20 +239,20 @@ class Session:
             "seconds": self.seconds,
         }
 
-    def handle(self, message: Mapping[str, Any], told: Show) -> None:
-        """Do what a page, which `told` tells of changes, asks for; what cannot be is said on it."""
+    def handle(self, message: Mapping[str, Any], show: Show) -> None:
+        """Handle a widget's message. show: updates the widget, with the error text of an invalid request."""
         kind, problem, search = message.get("kind"), "", False
         if kind == "closed":
-            if told in self.pages:
-                self.pages.remove(told)
+            if show in self.pages:
+                self.pages.remove(show)
             if not self.pages and self.stop():
-                told(self.page())
+                show(self.page())
             return
         stopped = self.stop()
         try:
             match kind:
                 case "open":
-                    self.pages.append(told)
+                    self.pages.append(show)
                 case "move":
                     self.play(str(message["move"]))
                 case "new":
@@ -270,19 +269,19 @@ class Session:
                 case "search":
                     search = not self.over and not stopped
                 case _:
-                    raise ValueError(f"the board does not know what '{kind}' is")
+                    raise ValueError(f"unknown message '{kind}' of the board")
         except ValueError as error:
             problem = str(error)
         search = search or (self.network_to_move and bool(self.pages))
-        self._tell(self.page(search, problem), told)
+        self._update_pages(self.page(search, problem), show)
         if search:
             self._stop = threading.Event()
-            work = partial(self._search_in_background, self._stop, told)
+            work = partial(self._search_in_background, self._stop, show)
             self._thread = threading.Thread(target=work, name="board", daemon=True)
             self._thread.start()
 
     def stop(self) -> bool:
-        """End the search, and whether there was one; comes back when it has ended, which takes one batch."""
+        """Stop the search and wait for it, at most one batch; returns whether one was running."""
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return False
@@ -290,16 +289,16 @@ class Session:
         thread.join()
         return True
 
-    def _tell(self, page: Page, asker: Show) -> None:
-        for told in dict.fromkeys([*self.pages, asker]):
-            told(page)
+    def _update_pages(self, page: Page, sender: Show) -> None:
+        for show in dict.fromkeys([*self.pages, sender]):
+            show(page)
 
-    def _search_in_background(self, stop: threading.Event, asker: Show) -> None:
-        problem = "the search broke off; the kernel's log says why"
+    def _search_in_background(self, stop: threading.Event, sender: Show) -> None:
+        problem = "the search failed; see the kernel's log"
         try:
             if self.think(stop.is_set) is not None and self.network_to_move:
                 self.answer()
             problem = ""
         finally:
             if not stop.is_set():
-                self._tell(self.page(False, problem), asker)
+                self._update_pages(self.page(False, problem), sender)

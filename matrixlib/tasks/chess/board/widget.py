@@ -1,4 +1,4 @@
-"""The board in JupyterLab: a thin view of a page of plain values. Only made where somebody looks at it."""
+"""The chess board widget of JupyterLab, a view of page data (`session.position_page`); never created headless."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ LIBRARY = HERE / "chessground"
 
 
 class BoardWidget(anywidget.AnyWidget):
-    """page: what is shown. hear: is given what the page asks for."""
+    """Board widget. page: data shown. on_message: called with each message of the front end."""
 
     _esm = HERE / "board.js"
     _css = HERE / "board.css"
@@ -20,9 +20,9 @@ class BoardWidget(anywidget.AnyWidget):
     library = traitlets.Unicode().tag(sync=True)
     style_sheets = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, page: dict[str, Any], hear: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, page: dict[str, Any], on_message: Callable[[dict[str, Any]], None] | None = None) -> None:
         sheets = [path.read_text("utf-8") for path in sorted(LIBRARY.glob("*.css"))]
         library = (LIBRARY / "chessground.min.js").read_text("utf-8")
         super().__init__(page=page, library=library, style_sheets="\n".join(sheets))
-        if hear is not None:
-            self.on_msg(lambda widget, message, buffers: hear(message))
+        if on_message is not None:
+            self.on_msg(lambda widget, message, buffers: on_message(message))

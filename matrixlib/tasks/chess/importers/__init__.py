@@ -1,1 +1,1 @@
-"""Readers of chess data in other formats, and the import into checked shards."""
+"""Import of chess data in other formats into checked shards."""

@@ -1,4 +1,4 @@
-"""What is checked and measured on chess positions, and a random sample of a folder of shards as a table."""
+"""Data quality: checks and statistics of positions, outlier shards, random samples of a data set."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +26,8 @@ from matrixlib.tasks.chess.records import (
     valid_positions,
 )
 
-MAX_BLOCKS = 64  # of a source that its sample is from: a set of any size is looked at in seconds
-MIN_SHARDS = 9  # of a source and split, below which none is called an outlier
+MAX_BLOCKS = 64  # read per source for a sample, so that it takes seconds for any data set
+MIN_SHARDS = 9  # of a source and split, to look for outliers
 OUTLIER_Z = 6.0  # robust standard deviations
 COMPARED_FIGURES = [
     *("policy_mean", "policy_weight_entropy_mean", "policy_weight_entropy_std", "policy_weight_zero"),
@@ -40,7 +40,7 @@ COMPARED_FIGURES = [
 
 
 def faults(batch: Batch) -> dict[str, NDArray[np.bool_]]:
-    """What makes positions unfit to be stored: fault -> (n,) bool, for the faults that occur."""
+    """Faults that keep positions from being stored: fault -> mask (N,), only those that occur."""
     records = batch["records"]
     total = records["wdl"].sum(axis=1, dtype=np.int64)
     file = bitboard.legal_en_passant(records["pieces"], records["en_passant"])
@@ -57,7 +57,7 @@ def faults(batch: Batch) -> dict[str, NDArray[np.bool_]]:
 
 
 def wrong_move_lists(batch: Batch) -> NDArray[np.bool_]:
-    """(n,) bool: the listed policy indices are not exactly those of the legal moves, in ascending order."""
+    """Mask (N,) of rows whose policy indices are not exactly the legal moves in ascending order."""
     index, offset = legal_indices(batch["records"])
     wrong: NDArray[np.bool_] = np.diff(offset) != np.diff(batch["policy_offset"])
     rows = np.flatnonzero(~wrong)
@@ -69,16 +69,16 @@ def wrong_move_lists(batch: Batch) -> NDArray[np.bool_]:
 
 
 def columns(batch: Batch) -> dict[str, NDArray[Any]]:
-    """Figures (n,) of each position, nan where unknown.
+    """Statistics (N,) of each position, nan if unknown.
 
-    men: pieces on the board. moves: legal ones. value: expected points by win-draw-loss, -1 to 1. result: points of the
-    side to move; white: White's. entropy: of the policy, nats.
+    men: pieces on the board. moves: legal moves. value: win - loss, in [-1, 1]. result: of the side to move; white: of
+    White. entropy: of the policy, nats.
     """
     records, offset = batch["records"], batch["policy_offset"]
     wdl = records["wdl"].astype(np.float64) / WDL_SUM
     result = np.where(records["result"] == UNKNOWN, np.nan, records["result"])
     pieces = records["pieces"]
-    some = np.flatnonzero(batch["policy_weight"])  # few, where only one move was played
+    some = np.flatnonzero(batch["policy_weight"])
     row, weight = np.searchsorted(offset, some, side="right") - 1, batch["policy_weight"][some].astype(np.float64)
     total, own = (np.bincount(row, amount, len(records)) for amount in (weight, weight * np.log(weight)))
     safe = np.where(total > 0, total, 1)
@@ -97,11 +97,11 @@ def columns(batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def figures(batch: Batch) -> dict[str, float]:
-    """The quality figures of a shard, without those that its positions do not tell: see `columns` for most.
+    """Quality figures of a shard, unknown ones omitted; most are means of `columns`.
 
-    duplicates: records whose position came before. policy: moves of a record; policy_weight: entropy in nats of those
-    that have weight, share of those without. win, draw, loss: of the known results, for the side to move; value_gap:
-    mean distance of value from the result, where both are known (0 to 2).
+    duplicates: repeated positions. policy_mean: legal moves. policy_weight_*: mean and standard deviation of the
+    entropy (nats), share of records without policy. win, draw, loss: rates for the side to move. value_gap: mean
+    |value - result|, in [0, 2].
     """
     points = DataFrame(columns(batch))
     known, entropy = points["result"].dropna(), points["entropy"]
@@ -123,9 +123,8 @@ def figures(batch: Batch) -> dict[str, float]:
 
 
 def outlier_scores(rows: Iterable[ShardRow]) -> DataFrame:
-    """How far each quality figure of a shard is from the median of the shards of its source and split, where those
-    are 9 at least, in robust standard deviations (1.4826 times the median absolute deviation, at least 2 % of the
-    median and 0.01); by name."""
+    """Robust z-scores of each shard's quality figures, (x - median) / scale, by shard name; only in groups of source
+    and split with MIN_SHARDS shards. scale: 1.4826 * MAD, at least 2 % of the median and 0.01."""
     measured = [row for row in rows if row.state == "healthy" and row.quality]
     table = DataFrame([dict(row.quality) for row in measured], [row.name for row in measured], COMPARED_FIGURES, float)
     groups = [[row.source for row in measured], [row.split for row in measured]]
@@ -136,8 +135,7 @@ def outlier_scores(rows: Iterable[ShardRow]) -> DataFrame:
 
 
 def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
-    """Put what is far off in the figures of these shards into the catalogue beside them ("outliers": figure -> robust
-    z). Returns it in words."""
+    """Store the outlying figures of these shards in the catalogue ("outliers": figure -> z); returns them as text."""
     rows = {row.name: row for row in catalogue.shards()}
     found, lines = outlier_scores(rows.values()), []
     for name in filter(set(names).__contains__, found.index):
@@ -152,14 +150,14 @@ def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
 
 
 def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[int, int] = (0, 65535)) -> DataFrame:
-    """At most `count` random records of each source, from at most 64 blocks of it, as a table.
+    """Table of up to `count` random records per source, from at most MAX_BLOCKS blocks.
 
-    Columns beside those of `columns`: source, split, shard, row (in the shard), fen; best, weight: the likeliest move
-    in UCI and its share, "" and nan without a policy or at fault; key: equal for equal positions and their mirror
-    images; fault: see `faults`.
+    Columns: source, split, shard, row (in the shard), fen; best, weight: the likeliest move in UCI and its weight, ""
+    and nan for faulty records and those without policy; key: equal for equal and mirrored positions; fault: see
+    `faults`; and those of `columns`.
 
-    plies: the first and last ply of records to choose from. Blocks that cannot be read are left out; `Catalogue.verify`
-    names their shards. ValueError for a folder without a healthy shard, and for a sample of nothing.
+    plies: first and last ply to sample from. Unreadable blocks are skipped; `Catalogue.verify` names their shards.
+    ValueError for a folder without a healthy shard and an empty sample.
     """
     if count < 1 or seed < 0:
         raise ValueError(f"sample is {count} and seed {seed}; give a number of records from 1, and a seed from 0")
@@ -185,7 +183,7 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
 def _eligible(
     rows: Sequence[ShardRow], plies: tuple[int, int], rng: np.random.Generator
 ) -> Iterator[tuple[ShardRow, NDArray[np.int64]]]:
-    """Some readable blocks of shards, in order, with the numbers of the records that may be chosen."""
+    """Random readable blocks in order, with the row numbers of the records in the range of plies."""
     blocks = [(row, start) for row in rows for start in range(0, row.count, BLOCK)]
     for number in np.sort(rng.permutation(len(blocks))[:MAX_BLOCKS]):
         row, start = blocks[number]
@@ -199,7 +197,7 @@ def _eligible(
 
 
 def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame:
-    """Records of a shard, as `sample` lists them."""
+    """Records of a shard as rows of `sample`."""
     offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
     boards = [to_board(record) for record in batch["records"]]
     found = columns(batch)

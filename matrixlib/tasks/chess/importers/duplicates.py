@@ -1,4 +1,4 @@
-"""Positions that a folder of shards holds more than once, merged into one in a new folder."""
+"""Merging of duplicate positions of a data set into a new one."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from matrixlib.tasks.chess.importers import audit
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror, position_hashes
 from matrixlib.tasks.chess.stockfish.labels import integer_shares, wdl_of_shares
 
-MANIFEST = "merged.json"  # in the new folder: which shards it was made of
+MANIFEST = "merged.json"  # source shards and counts, in the new folder
 
 
 def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
-    """Copy the healthy shards of a folder to `out`, each position once, with the mean of its targets.
+    """Copy the healthy shards of a folder to `out` with duplicate positions merged, their targets averaged.
 
-    Equal are positions as the side to move sees them, without castling rights their mirror images too; one of both
-    splits goes to training. `out` appears when it is whole; one made of the same shards is left as it is. Returns the
-    numbers of positions before and after, and of those in several sources. Memory: some 40 bytes a position, and those
-    that are there more than once. ValueError where `out` holds something else, ShardError for a damaged shard.
+    Positions are compared from the side to move, without castling rights also mirrored; duplicates across splits go to
+    training. `out` is created atomically and kept if made from the same shards. Returns the numbers of positions, of
+    different ones and of those in several sources. Memory: about 40 bytes per position, plus the duplicates.
+    ValueError if `out` holds something else, ShardError for a damaged shard.
     """
     folder, out = Path(folder), Path(out)
     rows = sorted(Catalogue(folder, warn=False).shards(), key=lambda row: (row.split != "train", row.name))
@@ -33,9 +33,11 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     if out.exists():
         facts = json.loads((out / MANIFEST).read_text()) if (out / MANIFEST).is_file() else {}
         if facts.get("made_of") != made_of:
-            raise ValueError(f"{out} was not made of what {folder} holds now: give another folder, or delete that one")
+            raise ValueError(
+                f"{out} was not made from the current shards of {folder}: give another folder, or delete it"
+            )
         return dict(facts["counts"])
-    # One shard is open at a time: each holds a file, and a folder may have more than a process may open
+    # One open shard at a time: there may be more than the limit of open files
     keys = [position_hashes(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows]
     shards = np.repeat(np.arange(len(rows)), np.array([row.count for row in rows], np.int64))
     numbers = np.concatenate([np.zeros(0, np.int64), *(np.arange(row.count) for row in rows)])
@@ -45,7 +47,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
         Shard(rows[cast(int, shard)].path, LAYOUT).gather(part["row"].to_numpy())
         for shard, part in table.groupby("shard")
     ]
-    order = np.argsort(table["key"].to_numpy(), kind="stable")  # group by group, the first of a group first
+    order = np.argsort(table["key"].to_numpy(), kind="stable")  # by group, in order of the shards
     batch, table = select(concat(gathered, LAYOUT), order, LAYOUT), table.iloc[order]
     group = table["key"].factorize()[0]
     batch, alike = _align_to_first(batch, np.searchsorted(group, group))
@@ -55,7 +57,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     merged, heirs = merge(batch, group), table.iloc[first]
     dropped = np.delete(table[["shard", "row"]].to_numpy(), first, axis=0)
     unfinished = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a call that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a killed call
     unfinished.mkdir(parents=True)
     for number, row in enumerate(rows):
         left = np.delete(np.arange(row.count), dropped[dropped[:, 0] == number, 1])
@@ -66,7 +68,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
         place = np.searchsorted(left, heirs["row"].to_numpy()[here])
         part["records"][place] = merged["records"][here]
         items, by = (ragged_rows(*it)[0] for it in ((part["policy_offset"], place), (merged["policy_offset"], here)))
-        part["policy_weight"][items] = merged["policy_weight"][by]  # their lists of moves are as long
+        part["policy_weight"][items] = merged["policy_weight"][by]  # same legal moves
         meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
         meta["generator"] = {"merged": row.sha256, "generator": shard.meta["generator"]}
         (unfinished / row.name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
 
 
 def _align_to_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
-    """The batch with each row turned to look like the first of its group, and which do: hashes may collide."""
+    """Mirror rows to match the first of their group; returns the batch and a mask of matches (hashes may collide)."""
     records = batch["records"]
 
     def same(left: np.ndarray) -> np.ndarray:
@@ -93,10 +95,10 @@ def _align_to_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]
 
 
 def merge(batch: Batch, group: np.ndarray) -> Batch:
-    """One row for each group (m,) of equal positions, which stand together: its first, with the targets of all.
+    """Merge each group of equal positions into its first row. group: (M,) sorted group numbers.
 
-    Policy and win-draw-loss: means over all entries that have one. Result: that of all that know one, if they agree;
-    else unknown, and results stand in for a win-draw-loss that is not known. Repetition and half-move clock: the least.
+    Policy and win-draw-loss: means over known ones. Result: kept if all known ones agree; otherwise unknown, and the
+    results replace missing win-draw-loss. Repetition and half-move clock: minimum.
     """
     first, offset = np.unique(group, return_index=True)[1], batch["policy_offset"]
     length, own_first = np.diff(offset), np.searchsorted(group, group)

@@ -1,6 +1,6 @@
-"""Readers of positions a line: EPD suites with what they say, and FENs for Stockfish to label.
+"""Readers of EPD suites, and of FEN lists that Stockfish labels.
 
-There are no games, so equal positions stand in for them in the split.
+Without games the split is by position.
 """
 
 import re
@@ -20,10 +20,10 @@ from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish, sc
 from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, Positions, assemble, label, level_weights, wdl_of_score
 from matrixlib.tasks.chess.stockfish.sample import Parameters
 
-PART_BYTES = 1 << 16  # bytes, about 700 positions
-LABELLED_PART_BYTES = 1 << 13  # bytes, about 130 positions: some seconds of the engine
+PART_BYTES = 1 << 16  # about 700 positions
+LABELLED_PART_BYTES = 1 << 13  # about 130 positions, seconds of engine time
 TOKEN = re.compile(r'"([^"]*)"?|(;)|([^\s;"]+)')
-OPERATIONS = re.compile(  # for a line that has lost a semicolon; the comments c1 to c8 read like moves of a pawn
+OPERATIONS = re.compile(  # to repair missing semicolons; c1 to c8 are excluded, as they look like pawn moves
     r"acd|acn|acs|am|bm|ce|dm|draw_\w+|eco|fmvn|hmvc|id|nic|noop|pm|pv|rc|resign|sm|tcgs|tcri|tcsi|c[09]|v\d"
 )
 COUNTERS = re.compile(r"\s*(\d+)\s+(\d+)(?=\s|;|$)")
@@ -31,9 +31,9 @@ Operations = Mapping[str, Sequence[str]]  # operands by operation
 
 
 def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
-    """(board, operands of each operation, whether a semicolon is missing) of a line of EPD or FEN.
+    """Parse a line of EPD or FEN: (board, operation -> operands, whether a semicolon is missing).
 
-    Move counters come from a FEN's own fields or from the operations hmvc and fmvn. Raises QuarantinedEntry.
+    Move counters are taken from hmvc and fmvn, else from the FEN. Raises QuarantinedEntry.
     """
     fields = line.split(maxsplit=4)
     rest = fields[4] if len(fields) > 4 else ""
@@ -50,7 +50,7 @@ def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
 
 
 def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
-    """Operands by operation, and whether one began before the last had its semicolon, which is mended."""
+    """Parse operations: (operation -> operands, whether a missing semicolon was repaired)."""
     operations: dict[str, list[str]] = {}
     operands: list[str] | None = None
     lost = False
@@ -66,7 +66,7 @@ def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
 
 
 def best_moves(board: chess.Board, operations: Operations) -> set[chess.Move]:
-    """The moves that share the policy; none where neither bm nor am is given. Raises QuarantinedEntry."""
+    """Best moves by bm or am, empty without either. Raises QuarantinedEntry."""
     best, avoided = ({_move(board, word) for word in operations.get(name, ())} for name in ("bm", "am"))
     if not best and avoided:
         best = set(board.legal_moves) - avoided
@@ -82,7 +82,7 @@ def _move(board: chess.Board, word: str) -> chess.Move:
         reasons = {chess.AmbiguousMoveError: "ambiguous move", chess.IllegalMoveError: "illegal move"}
         raise notation.QuarantinedEntry(reasons.get(type(error), "not a move"), str(error)) from None
     if not move:
-        raise notation.QuarantinedEntry("not a move", f"'{word}' passes")
+        raise notation.QuarantinedEntry("not a move", f"'{word}' is a null move")
     return move
 
 
@@ -98,7 +98,7 @@ def score_from(operations: Operations) -> int | None:
 
 
 def _position(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
-    """`parse`, of a line with a game that is not over."""
+    """`parse` a line; comments and finished games are skipped."""
     if line.startswith("#"):
         raise notation.SkippedEntry("comment")
     parsed = parse(line)
@@ -108,7 +108,7 @@ def _position(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
 
 
 def _exercise(line: str) -> tuple[chess.Board, set[chess.Move], int | None, bool]:
-    """(board, best moves, score, whether a semicolon is missing) of a line that says a move or a score."""
+    """Parse an exercise: (board, best moves, score, whether a semicolon is missing)."""
     board, operations, lost = _position(line)
     best, score = best_moves(board, operations), score_from(operations)
     if not best and score is None:
@@ -118,8 +118,8 @@ def _exercise(line: str) -> tuple[chess.Board, set[chess.Move], int | None, bool
 
 @dataclass(frozen=True)
 class Epd:
-    """Four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`. `bm`: best moves, all equally good; `am`: moves to
-    avoid; `ce`: centipawns and `dm`: full moves to mate, from the side to move. What a line lacks stays unknown."""
+    """EPD: four FEN fields and operations, `bm Nf6+; id "WAC.001";`. bm: best moves, equal weights. am: moves to avoid.
+    ce: centipawns, dm: full moves to mate, for the side to move. Missing targets stay unknown."""
 
     source: ClassVar[str] = "epd"
 
@@ -149,9 +149,9 @@ class Epd:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Positions alone, FEN or EPD, which Stockfish labels as it labelled the sample set; operations are not used.
+    """FEN or EPD positions, labelled by Stockfish like the sample set; operations are ignored.
 
-    stockfish: path or name of the engine, None: the one on PATH. The depths are those of `sample.Parameters`.
+    stockfish: path or name of the engine, default the one on PATH. Depths: see `sample.Parameters`.
     """
 
     source: ClassVar[str] = "labelled"
@@ -160,12 +160,12 @@ class Labelled:
     deep_depth: int = Parameters.deep_depth
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """EngineError, which says how to install it, where there is no Stockfish."""
+        """Raises EngineError without Stockfish."""
         find_stockfish(self.stockfish)
         yield from notation.line_parts(path, LABELLED_PART_BYTES)
 
     def read(self, part: Part) -> ParseResult:
-        """Starts an engine of its own. Raises EngineError where that fails."""
+        """Label the part with a new engine process; raises EngineError."""
         lines, entries = notation.part_lines(part), ParseResult(part)
         boards = [board for _, (board, *_) in notation.parse_entries(lines, _position, entries)]
         if not boards:

@@ -1,7 +1,6 @@
-"""Import of files of any kind of chess data (see `matrixlib.data.imports`).
+"""Import of chess data files of any format (see `matrixlib.data.imports`).
 
-A game of a PGN file that the folder holds already is left out; what other files have in common is stored twice until
-`duplicates.deduplicate` merges it.
+PGN games that the folder already holds are skipped; other duplicates are stored until `duplicates.deduplicate`.
 """
 
 import os
@@ -21,9 +20,9 @@ from matrixlib.tasks.chess.importers.planes import Lc0, Matrix0Data
 from matrixlib.tasks.chess.records import LAYOUT, SHARD_RECORDS, in_validation
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
-IMPORT_VERSION = 1  # of what decides about names and bytes
-STEP_POSITIONS = 4 * SHARD_RECORDS  # training positions, from which on a step ends
-KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compression taken off
+IMPORT_VERSION = 1  # raise it when the bytes or names of shards change
+STEP_POSITIONS = 4 * SHARD_RECORDS  # training positions per import step
+KINDS: Mapping[str, Callable[[], Reader]] = {  # by extension, without that of the compression
     ".pgn": Pgn,
     ".csv": Puzzles,
     ".jsonl": Evaluations,
@@ -44,12 +43,12 @@ def import_files(
     progress: bool = True,
     limit: int | None = None,
 ) -> ImportReport:
-    """Import files into a folder of shards, made if it is not there; what had been imported is not done again. A
-    folder of files of one kind (Leela's games) counts as one file.
+    """Import files into a folder of shards, created if missing; skips what was imported. A folder of one format (Lc0
+    games) counts as one file.
 
-    reader: by default that of the file's ending. workers: processes, by default one a core. limit: stop, for each file,
-    at the end of the step in which so many positions are reached; another call resumes. Raises ValueError for a file
-    that can't be imported, ImportStopped where a worker died.
+    reader: default by extension. workers: processes, default one per core. limit: stop each file after the step that
+    reaches this number of positions; another call resumes. ValueError for a file that cannot be imported, ImportStopped
+    if a worker died.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
@@ -71,9 +70,9 @@ def import_listed(
 ) -> str:
     """Import files and folders, separated by commas; returns the reports. See `import_files`.
 
-    kind: `auto`, or the name of a reader, which is that of its source. repair: a PGN result that contradicts the board
-    is taken from the board. workers, limit: 0 for one process a core, and for no limit. Every path is checked before
-    the first is read. ValueError for one that can't be imported, and for an unknown kind.
+    kind: `auto` or a source (pgn, epd, ...). repair: replace a PGN result that contradicts the board. workers: 0 for
+    one per core. limit: 0 for none. All paths are checked first. ValueError for one that cannot be imported and an
+    unknown kind.
     """
     readers = {reader().source: reader for reader in KINDS.values()}
     if kind != "auto" and kind not in readers:
@@ -92,8 +91,8 @@ def import_listed(
 
 
 def data_folder(folder: str, paths: str) -> Path:
-    """Where shards go, or are looked at: the folder named, else reports/data, or the sample set if nothing comes in.
-    Of a URL, which is only looked at, the folder of its catalogue."""
+    """Folder of shards to import into or inspect: `folder`, else reports/data with `paths`, else the sample set. For
+    a URL, the local folder of its catalogue."""
     if is_remote(folder):
         return bring_catalogue(folder, configuration.DataConfig().cache, look=True)
     if folder:
@@ -102,8 +101,8 @@ def data_folder(folder: str, paths: str) -> Path:
 
 
 def reader_of(path: Path, reader: Reader | None = None) -> Reader:
-    """The reader of a file, by its name, or the one given; of a folder, that of its first file. ValueError for what
-    can't be imported, and what to do about it."""
+    """The reader of a file by its extension, of a folder by its first file, unless given; ValueError for a file that
+    cannot be imported."""
     if not os.path.exists(path):
         raise ValueError(f"{path}: no such file")
     files = files_of(path)
@@ -121,7 +120,7 @@ def reader_of(path: Path, reader: Reader | None = None) -> Reader:
             raise ValueError(f"{file}: only a Git LFS pointer, not the data; run `git lfs pull`")
     first = files[0]
     plain = first.with_suffix("") if first.suffix in COMPRESSED else first
-    kind = KINDS.get(plain.suffix.lower(), Lc0 if first.suffix == ".gz" else None)  # training.123456.gz: a game
+    kind = KINDS.get(plain.suffix.lower(), Lc0 if first.suffix == ".gz" else None)  # training.123456.gz: an Lc0 game
     if reader is None and kind is None:
         raise ValueError(
             f"{first}: unknown kind of file; known: {', '.join(KINDS)} (also with {', '.join(COMPRESSED)}), and "

@@ -1,7 +1,7 @@
-"""Readers of Lichess's databases: puzzles (CSV), and evaluations of positions (JSON lines).
+"""Readers of Lichess databases: puzzles (CSV) and evaluations (JSON lines).
 
-A line of evaluations is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...],
-"knodes": n, "depth": n}, ...]}. There are no games, so equal positions stand in for them in the split.
+An evaluation is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...],
+"knodes": n, "depth": n}, ...]}. Without games the split is by position.
 """
 
 import csv
@@ -27,15 +27,15 @@ from matrixlib.tasks.chess.stockfish.labels import (
     wdl_of_score,
 )
 
-PART_BYTES = 1 << 18  # bytes, about 1,500 puzzles or 350 evaluations
+PART_BYTES = 1 << 18  # about 1,500 puzzles or 350 evaluations
 GAME = re.compile(r"lichess\.org/(\w{8})")
-Found = list[tuple[int, tuple[str, Any]]]  # number of an entry, FEN and what else its line says
+Found = list[tuple[int, tuple[str, Any]]]  # (entry number, (FEN, other fields))
 
 
 def _quarantine_faulty(
     entries: ParseResult, lines: Sequence[str], found: Found, faults: Sequence[str], details: Sequence[str]
 ) -> int:
-    """Refuse the entries with a fault, and leave out those of Chess960; how many are left."""
+    """Quarantine faulty entries and skip Chess960; returns the number of good ones."""
     for (number, _), fault, detail in zip(found, faults, details, strict=True):
         if fault == notation.CHESS960:
             entries.skipped[fault] += 1
@@ -49,8 +49,8 @@ def _quarantine_faulty(
 
 @dataclass(frozen=True)
 class Puzzles:
-    """A position for each move of the solver, which has all of the policy: the FEN is from *before* the opponent's
-    set-up move, the first of `Moves`. The columns FEN and Moves are needed, GameUrl is used."""
+    """A position per move of the solver, with all policy weight on it. FEN is *before* the opponent's set-up move, the
+    first of Moves. Columns: FEN, Moves, optionally GameUrl."""
 
     source: ClassVar[str] = "puzzles"
 
@@ -86,7 +86,7 @@ class Puzzles:
 
 
 def fields_of(line: str) -> list[str]:
-    """The fields of a line; none where it is not CSV."""
+    """Fields of a CSV line, [] if invalid."""
     try:
         return next(csv.reader([line]), [])
     except csv.Error:
@@ -94,7 +94,7 @@ def fields_of(line: str) -> list[str]:
 
 
 def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], details: list[str]) -> Batch:
-    """The solver's positions of N puzzles, played all at once; fault and details of an illegal move are filled in."""
+    """Solver's positions of N puzzles, played in parallel; fills in faults and details of illegal moves."""
     state = records.copy()
     batches, owners = [], [np.zeros(0, np.int64)]
     rows = np.flatnonzero([not fault for fault in faults])
@@ -117,7 +117,7 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
         state[rows] = play(state[rows], codes.astype(np.uint16))
     owner = np.concatenate(owners)
     solved = np.array([not fault for fault in faults], bool)
-    order = np.argsort(owner, kind="stable")  # puzzle by puzzle; within one the steps are in order already
+    order = np.argsort(owner, kind="stable")  # by puzzle; the sort keeps the order of moves
     return select(concat(batches, LAYOUT), order[solved[owner[order]]], LAYOUT)
 
 
@@ -126,15 +126,15 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The deepest evaluation counts: a softmax over the first moves of its variations, win-draw-loss of the best.
-    Scores are White's; castling is written as king takes rook (e1h1)."""
+    """The deepest evaluation of a position: policy softmax over its variations' first moves, win-draw-loss of the best.
+    Scores are White's; castling is king takes rook (e1h1)."""
 
     source: ClassVar[str] = "evaluations"
 
     def parts(self, path: Path) -> Iterator[Part]:
         with notation.open_compressed(path) as file:
             if not file.read(1 << 16).lstrip().startswith(b"{"):
-                raise ValueError(f"{path} has no JSON object in its first line: give Lichess's evaluations")
+                raise ValueError(f"{path} has no JSON object in its first line: give Lichess evaluations")
         yield from notation.line_parts(path, PART_BYTES)
 
     def read(self, part: Part) -> ParseResult:
@@ -167,7 +167,7 @@ class Evaluations:
 
 
 def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:
-    """(FEN, [(first move, score from White's side), ...]) of a line's deepest evaluation. Raises QuarantinedEntry."""
+    """(FEN, [(first move, White's score), ...]) of a line's deepest evaluation. Raises QuarantinedEntry."""
     try:
         entry: Any = json.loads(line)
         evaluation: Any = max(entry["evals"], key=lambda one: one["depth"], default=None)
@@ -183,7 +183,7 @@ def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:
 
 
 def _score(pv: dict[str, Any]) -> int:
-    """The score of a variation; KeyError, TypeError without one."""
+    """Score of a variation; KeyError or TypeError without one."""
     kind = "cp" if "cp" in pv else "mate"
     if not isinstance(pv[kind], int):
         raise TypeError(f"{kind} is {pv[kind]!r}")

@@ -1,5 +1,6 @@
-"""What the readers of chess data share: files and lines in parts; FENs and UCI moves of many positions at once, ten
-times as fast as by way of boards.
+"""Shared by the readers of chess data: compressed files in parts; batched parsing of FENs and UCI moves.
+
+Ten times as fast as with python-chess boards.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK
 from matrixlib.tasks.chess.records import RECORD, SOURCES, UNKNOWN, Records, piece_classes, valid_positions
 
-MAX_LINE_BYTES = 1 << 26  # bytes of a line
+MAX_LINE_BYTES = 1 << 26
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
-MAX_COUNTER_DIGITS = 1000  # in a counter at most; int refuses some thousands
+MAX_COUNTER_DIGITS = 1000  # int() refuses more than 4300
 EMPTY_RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
 CLASS_TABLES = [bytes.maketrans(letters, bytes(range(13))) for letters in (b"PNBRQKpnbrqk.", b"pnbrqkPNBRQK.")]
-"""From bytes to piece classes, as White and as Black sees them."""
+"""Translation of letters to piece classes, for White and Black to move."""
 CASTLING_BITS = {"K": 1, "Q": 2, "k": 4, "q": 8}
 SQUARES = {name: square for square, name in enumerate(chess.SQUARE_NAMES)}
 PROMOTIONS = {"": 0, "n": 1, "b": 2, "r": 3, "q": 4}
@@ -44,7 +45,7 @@ Parsed = TypeVar("Parsed")
 
 
 class QuarantinedEntry(ValueError):
-    """An entry that goes to quarantine: reason (the same words for all of its kind), detail, positions lost."""
+    """An invalid entry. reason: category, detail: of this entry, positions: number lost."""
 
     def __init__(self, reason: str, detail: str, positions: int = 1) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -52,11 +53,11 @@ class QuarantinedEntry(ValueError):
 
 
 class SkippedEntry(Exception):
-    """An entry that gives no positions on purpose, and the reason."""
+    """A valid entry without usable positions; the text is the reason."""
 
 
 class _Zstandard(io.RawIOBase):
-    """The content of Zstandard frames. The package's own reader takes a file that was cut short for whole."""
+    """Reader of Zstandard frames; the package's own does not notice truncated files."""
 
     def __init__(self, path: Path) -> None:
         self.content, self.chunks = b"", self._decompressed(path)
@@ -66,7 +67,7 @@ class _Zstandard(io.RawIOBase):
 
         frame = None
         with open(path, "rb") as raw:
-            while data := raw.read(1 << 12):  # which unpacks to 128 MiB at most
+            while data := raw.read(1 << 12):  # unpacks to at most 128 MiB
                 while data:
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()
                     yield frame.decompress(data)
@@ -86,7 +87,7 @@ class _Zstandard(io.RawIOBase):
 
 @contextmanager
 def open_compressed(path: Path) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file, by its ending: .gz, .bz2, .zst or as it is. ValueError if it is damaged."""
+    """Open a file decompressed by its extension: .gz, .bz2, .zst or none. ValueError if it is damaged."""
     import zstandard
 
     openers: dict[str, Callable[[Path], Any]] = {
@@ -109,16 +110,16 @@ def read_lines(file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def split_parts(entries: Iterable[bytes], size: int, most: int | None = None, header: bytes = b"") -> Iterator[Part]:
-    """Entries in parts of about `size` bytes and at most `most` entries, each part behind the header."""
+def split_parts(entries: Iterable[bytes], size: int, limit: int | None = None, header: bytes = b"") -> Iterator[Part]:
+    """Parts of about `size` bytes and at most `limit` entries, each starting with the header."""
     entries, number, first = iter(entries), 0, 0
-    while some := list(_up_to(islice(entries, most), size)):
+    while some := list(_up_to(islice(entries, limit), size)):
         yield Part(number, first, header + b"".join(some))
         number, first = number + 1, first + len(some)
 
 
 def _up_to(entries: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The next entries, until they have more than `size` bytes."""
+    """The next entries up to `size` bytes, at least one."""
     for entry in entries:
         yield entry
         size -= len(entry)
@@ -127,21 +128,20 @@ def _up_to(entries: Iterator[bytes], size: int) -> Iterator[bytes]:
 
 
 def line_parts(path: Path, size: int) -> Iterator[Part]:
-    """A text file cut into parts of about `size` bytes; an entry is a line that is not blank."""
+    """Parts of a text file of about `size` bytes; entries are non-blank lines."""
     with open_compressed(path) as file:
         yield from split_parts(filter(bytes.strip, read_lines(file)), size)
 
 
 def part_lines(part: Part) -> list[str]:
-    """The lines of a part that are not blank; what is not UTF-8 is replaced."""
+    """Non-blank lines of a part, stripped; invalid UTF-8 is replaced."""
     return [line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()]
 
 
 def parse_entries(
     texts: Iterable[Text], parse: Callable[[Text], Parsed], entries: ParseResult, show: Callable[[Text], str] = str
 ) -> Iterator[tuple[int, Parsed]]:
-    """(number, parsed) of the entries that `parse` takes. It raises QuarantinedEntry, stored as the
-    text that `show` gives, or SkippedEntry."""
+    """Parse entries; yields (number, parsed). Quarantined ones are kept as text by `show`, skipped ones counted."""
     for number, text in enumerate(texts):
         try:
             parsed = parse(text)
@@ -154,7 +154,7 @@ def parse_entries(
 
 
 def empty_records(n: int, source: str) -> np.ndarray:
-    """(n,) RECORD with result and win-draw-loss unknown and no en-passant file."""
+    """Records (n,) without pieces and en passant, with unknown targets."""
     records = np.zeros(n, RECORD)
     records["en_passant"], records["result"], records["source"] = -1, UNKNOWN, SOURCES[source]
     return records
@@ -165,7 +165,7 @@ def empty_records(n: int, source: str) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _rights(castling: str, black: bool) -> int | str:
-    """The oriented rights of a FEN's castling field, or what is wrong with it."""
+    """Oriented castling rights of a FEN's field, or the fault."""
     if castling == "-":
         return 0
     if set(castling) <= set(CASTLING_BITS):
@@ -176,7 +176,7 @@ def _rights(castling: str, black: bool) -> int | str:
 
 @lru_cache(maxsize=1024)
 def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
-    """(classes of 64 squares from rank 8 on, (castling, en-passant file, clock, side, ply)), or what is wrong."""
+    """(piece classes from rank 8 down, (castling, en-passant file, clock, side, ply)), or the fault."""
     fields = fen.split()
     if not 4 <= len(fields) <= 6:
         return NOT_A_FEN
@@ -197,15 +197,15 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
     full = min(int(counters[1]), 40000) if len(counters) > 1 else 1
     squares = text.replace("/", "").encode().translate(CLASS_TABLES[black])
     if len(squares) != 64:
-        return NOT_A_FEN  # a slash within a rank
+        return NOT_A_FEN  # a misplaced slash
     return squares, (rights, file, clock, int(black), min(max(2 * full - 2, 0) + black, 65535))
 
 
 def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
-    """Records (N,) of FENs with four to six fields, and for each what is wrong with it ("": nothing).
+    """Records (N,) of FENs with four to six fields, and the fault of each ("" for none).
 
-    A FEN that can't be used gives an empty board without a legal move. Castling rights without king and rook in their
-    places are dropped, and so is an en-passant square where no capture is legal.
+    An invalid FEN gives an empty board. Castling rights without king and rook at home and en-passant squares without a
+    legal capture are dropped.
     """
     records = empty_records(len(fens), source)
     records["pieces"] = EMPTY | EMPTY << 4
@@ -231,7 +231,7 @@ def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
 
 
 def valid_castling(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Castling rights (N,) on boards `pieces` (N, 32) without those whose king or rook is not in its place."""
+    """Castling rights (N,) with those removed whose king or rook is not at home. pieces: (N, 32)."""
     classes = piece_classes(pieces)
     standing = np.zeros(len(castling), np.uint8)
     for bit, (corner, king, rook, home) in enumerate(CASTLING_CORNERS):
@@ -245,15 +245,14 @@ def valid_castling(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class LegalMoves:
-    """All legal moves of N records: codes (K,) of `bitboard`, policy indices (K,), ascending in each row, and offsets
-    (N + 1,)."""
+    """Legal moves of N records: `bitboard` codes (K,), policy indices (K,), ascending in each row, offsets (N + 1,)."""
 
     moves: NDArray[np.uint16]
     index: NDArray[np.uint16]
     offset: NDArray[np.int64]
 
     def find(self, rows: ArrayLike, codes: ArrayLike) -> NDArray[np.int64]:
-        """Where the moves `codes` (M,) of the rows (M,) stand in `moves`; -1 for one that is not legal."""
+        """Positions (M,) in `moves` of the moves `codes` (M,) of rows (M,), -1 for illegal ones."""
         row, code = np.asarray(rows, np.int64), np.asarray(codes, np.int64)
         if not len(self.moves):
             return np.full(len(code), -1, np.int64)
@@ -261,12 +260,12 @@ class LegalMoves:
         keys = np.repeat(np.arange(len(length)), length) * bitboard.POLICY_SIZE + self.index
         key = row * bitboard.POLICY_SIZE + POLICY_INDEX[code]
         place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-        # A queen's promotion and a plain move to the last rank share an index, so the code must be the same too.
+        # A promotion to a queen shares its index with the plain move, so compare codes too
         right = (keys[place] == key) & (self.moves[place] == code)
         return np.where(right & (POLICY_INDEX[code] >= 0), place, -1)
 
     def batch(self, records: Records, weight: NDArray[np.uint16]) -> Batch:
-        """The batch of the N records with the weights (K,) of their moves."""
+        """Shard batch of the N records with policy weights (K,)."""
         return {
             "records": records,
             "policy_offset": self.offset.astype("<i8"),
@@ -276,12 +275,12 @@ class LegalMoves:
 
 
 def legal_moves(records: Records) -> LegalMoves:
-    """The legal moves of records (N,)."""
+    """Legal moves of records (N,)."""
     return LegalMoves(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
 
 
 def move_code(uci: str, black: int) -> int:
-    """The code of a UCI move as its mover sees the board; NO_MOVE where it is none."""
+    """Code of a UCI move on the mover's board, NO_MOVE if invalid."""
     try:
         origin, target = SQUARES[uci[:2]], SQUARES[uci[2:4]]
         promotion = PROMOTIONS[uci[4:]]
@@ -292,8 +291,7 @@ def move_code(uci: str, black: int) -> int:
 
 
 def normalise_castling(pieces: NDArray[np.uint8], codes: ArrayLike) -> NDArray[np.int64]:
-    """The codes (M,) of moves in the positions `pieces` (M, 32), with castling that is written as king takes own rook
-    (e1h1) turned into the king's two squares (e1g1)."""
+    """Codes (M,) with castling as king takes rook (e1h1) converted to the king's move (e1g1). pieces: (M, 32)."""
     code = np.asarray(codes, np.int64)
     king = pieces[:, 2] & 15 == KING  # e1
     short = king & (pieces[:, 3] >> 4 == ROOK) & (code == (4 | 7 << 6))

@@ -1,6 +1,6 @@
-"""PGN: each position of a game before the move that was played, which is the policy target.
+"""Reader of PGN: each position of a game with the move played as policy target.
 
-The text is turned into numbers word by word, then `bitboard.replay` matches each notation with the legal moves.
+Words are parsed to integers, which `bitboard.replay` matches with the legal moves.
 """
 
 import io
@@ -32,9 +32,9 @@ from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, game_id
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
 
-PART_GAMES = 500  # in a part
-PART_BYTES = 4_000_000  # ... or this much text, where games are long
-MAX_WORDS = 200_000  # whose meaning is kept
+PART_GAMES = 500
+PART_BYTES = 4_000_000  # parts of long games have fewer
+MAX_WORDS = 200_000  # in the cache of `parse_word`
 FULL_WEIGHT = 65535
 
 NOTHING, NULL_MOVE, UNKNOWN_WORD = "", "null move", "foreign"  # words other than moves, evaluations and results
@@ -49,32 +49,32 @@ NAMES = {points: name for name, points in POINTS.items()}
 CONTRADICTED = "result contradicts the board"
 NULL_MOVES = (b"--", b"Z0", b"0000", b"@@@@")
 ANNOTATIONS = (b"e.p.", b"ep", b"N", b"D")  # en passant, novelty, diagram
-STANDARD_VARIANTS = ("", "standard", "from position", "normal", "chess")  # names of the variant that this is about
+STANDARD_VARIANTS = ("", "standard", "from position", "normal", "chess")  # values of the Variant tag
 
 MOVE = re.compile(
     rb"(?:([PNBRQK])?([a-h])?([1-8])?[-x:]?([a-h])([1-8])(?:=?([NBRQnbrq]))?|[Oo0]-[Oo0](-[Oo0])?)"
     rb"(?:e\.?p\.?)?[+#!?=]*"
 )
-NUMBER = re.compile(rb"(?:\d+(?:\.+|\xe2\x80\xa6|\Z)|\.+|\xe2\x80\xa6)+")  # or several: 1.1...
+NUMBER = re.compile(rb"(?:\d+(?:\.+|\xe2\x80\xa6|\Z)|\.+|\xe2\x80\xa6)+")  # also repeated: 1.1...
 GLYPH = re.compile(rb"(?:\$\d+)+\Z")
 SPELLED = re.compile(rb"[A-Za-z0-9]")
-MARKED = re.compile(rb"[{}();%]")  # move text that is more than words
+MARKED = re.compile(rb"[{}();%]")  # comments, variations, escapes
 TOKEN = re.compile(rb"\{[^}]*\}?|;[^\n]*|^%[^\n]*|[(){}]|[^\s{}();]+", re.MULTILINE)
 COMMENT = re.compile(rb"\{[^}]*\}")
-UNUSUAL = (b"(", b")", b";", b"\n%")  # what words and comments alone do not have
+UNUSUAL = (b"(", b")", b";", b"\n%")  # more than words and brace comments
 REMARK = re.compile(rb"\{[^}]*\}|;[^\n]*")
 TAG = re.compile(rb'^[ \t]*\[[ \t]*(FEN|SetUp|Variant|Result)[ \t]+"([^"\r\n]*)"', re.MULTILINE | re.IGNORECASE)
-# The comment that holds it
+# A comment with an evaluation
 EVALUATION = re.compile(rb"\{[^{}\[]*(?:\[(?!%eval)[^{}\[]*)*\[%eval\s+(#?[-+]?\d*\.?\d+)[^}]*\}")
 SCORE = re.compile(rb"%(#?)([-+]?\d*\.?\d+)")
 GAME = re.compile(rb'^[ \t]*\[[ \t]*\w+[ \t]+"|\b1[ \t]*\.[ .]*[a-hNBRQKO]', re.MULTILINE)
 BOM = b"\xef\xbb\xbf"
 BLANKS = b" \t\r\n"
-REMARKS = b"{;($)%"  # what a line begins with that still belongs to a game whose result was given
+REMARKS = b"{;($)%"  # first bytes of lines that continue a game after its result
 
 
 def decode_text(data: bytes) -> str:
-    """Bytes of a text as it was written: UTF-8, else Latin-1, which takes everything."""
+    """Decode as UTF-8, else Latin-1."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -85,10 +85,10 @@ def decode_text(data: bytes) -> str:
 
 
 def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """(tag section, move text) of each game, with every byte of the lines but byte order marks.
+    """Split lines into games: (tag section, move text), all bytes but byte order marks.
 
-    A game ends where a tag follows move text, or more moves follow a result; in a comment, which was never closed then,
-    only where an Event tag follows an empty line.
+    A game ends when a tag follows move text, or moves follow a result; inside an unclosed comment, when an Event tag
+    follows an empty line.
     """
     tags: list[bytes] = []
     moves: list[bytes] = []
@@ -127,7 +127,7 @@ def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _outside(line: bytes, inside: bool) -> tuple[bytes, bool]:
-    """(what of a line stands outside comments, whether one is open at its end); inside: it begins in one."""
+    """(line without comments, whether a comment is open at its end). inside: one is open at its start."""
     if inside:
         _, closed, line = line.partition(b"}")
         if not closed:
@@ -137,14 +137,14 @@ def _outside(line: bytes, inside: bool) -> tuple[bytes, bool]:
 
 
 def main_line(text: bytes) -> tuple[list[bytes], str]:
-    """The words of move text without comments and variations, and what is wrong with it ("": nothing).
+    """Words of move text without comments and variations, and its fault ("" for none).
 
-    An evaluation in a comment becomes a word of its own: "%" and the number.
+    Evaluations in comments become words: "%" and the number.
     """
     if not MARKED.search(text):
         return text.split(), ""
     if not (text.startswith(b"%") or any(mark in text for mark in UNUSUAL)) and text.count(b"{") == text.count(b"}"):
-        pieces = EVALUATION.split(text)  # comments alone, without which the rest is words
+        pieces = EVALUATION.split(text)  # fast path: words and brace comments only
         pieces[1::2] = [b" %" + number + b" " for number in pieces[1::2]]
         bare = COMMENT.sub(b" ", b"".join(pieces))
         if b"{" not in bare and b"}" not in bare:
@@ -173,10 +173,10 @@ def main_line(text: bytes) -> tuple[list[bytes], str]:
 
 @lru_cache(MAX_WORDS)
 def parse_word(word: bytes) -> int | float | str:
-    """What a word means; move numbers before it and glyphs after it are taken off.
+    """Parse a word, ignoring move numbers before and glyphs after it.
 
-    int: a move, as `bitboard.replay` wants it. float: an evaluation from White's side, see `client.MATE`. str: a
-    result (see POINTS), NULL_MOVE, FOREIGN or NOTHING.
+    int: a move, see `bitboard.replay`. float: White's evaluation, see `client.MATE`. str: a result (POINTS), NULL_MOVE,
+    UNKNOWN_WORD or NOTHING.
     """
     if word in RESULTS:
         return RESULTS[word]
@@ -210,7 +210,7 @@ def parse_word(word: bytes) -> int | float | str:
 
 
 class _Game(NamedTuple):
-    """moves: see `parse_word`; evaluated: all words of a game with evaluations, in order; points: White's."""
+    """A parsed game. points: White's. moves, evaluated (all words, if there are evaluations): see `parse_word`."""
 
     number: int
     fen: str
@@ -220,7 +220,7 @@ class _Game(NamedTuple):
 
 
 def parse_game(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
-    """One game's text as numbers. Raises SkippedEntry and QuarantinedEntry."""
+    """Parse one game's text. Raises SkippedEntry and QuarantinedEntry."""
     tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
     variant = decode_text(tag.get(b"variant", b""))
     if variant.lower() not in STANDARD_VARIANTS:
@@ -250,8 +250,8 @@ def parse_game(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
 
 
 def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the rules say, without a claim, about last positions (n, 32) with their `Replay.ends` (n, 4): points (n,) of
-    the side to move (2: the game may go on), and the reasons."""
+    """Results by the rules, without claims, of last positions (N, 32) with their `Replay.ends` (N, 4): points (N,) of
+    the side to move, 2 if undecided, and the reasons."""
     castling, file, clock, earlier = ends.T
     _, _, offsets = bitboard.legal_moves(pieces, castling.astype(np.uint8), file.astype(np.int8))
     stuck, check = np.diff(offsets) == 0, bitboard.in_check(pieces)
@@ -263,7 +263,7 @@ def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.
         "mate": stuck & check,
     }
     points, why = np.full(len(ends), UNKNOWN), np.full(len(ends), "", object)
-    for name, mask in reasons.items():  # the last counts
+    for name, mask in reasons.items():  # later reasons override
         points[mask], why[mask] = -1 if name == "mate" else 0, name
     return points, why
 
@@ -273,8 +273,8 @@ def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True)
 class Pgn:
-    """Reads PGN. `repair`: a game whose header contradicts its last position is stored with the board's result,
-    and counted among the warnings; else it is refused."""
+    """PGN. repair: a result that contradicts the last position is replaced and counted as a warning; else the game goes
+    to quarantine."""
 
     source: ClassVar[str] = "pgn"
     repair: bool = False
@@ -284,7 +284,7 @@ class Pgn:
             games = (tags + text for tags, text in split_games(notation.read_lines(file)))
             for part in notation.split_parts(games, PART_BYTES, PART_GAMES):
                 if not part.number and (b"\0" in part.data or not GAME.search(part.data)):
-                    raise ValueError(f"{path} holds no games in PGN (text of one byte a letter): is it another kind?")
+                    raise ValueError(f"{path} holds no PGN games in UTF-8 or Latin-1: is it another format?")
                 yield part
 
     def read(self, part: Part) -> ParseResult:
@@ -307,7 +307,7 @@ class Pgn:
         replay = bitboard.replay(start["pieces"], np.stack(columns, axis=1), moves, bounds)
         for row in np.flatnonzero(replay.failed >= 0).tolist():
             game, move = games[row], int(replay.failed[row])
-            if faults[row]:  # a board without a legal move
+            if faults[row]:  # the board is empty
                 refuse(game, "start that can't be played", f"{faults[row]}: {game.fen}")
                 continue
             words = [word for word in main_line(texts[game.number][1])[0] if type(parse_word(word)) is int]
@@ -320,7 +320,7 @@ class Pgn:
         claims = np.array([game.points for game in games], np.int64)
         points, why = final_results(replay.end_pieces[legal], replay.ends[legal])
         rows = np.array([len(game.moves) for game in games], np.int64)
-        black = (start["side"] + rows) % 2 == 1  # is to move at the end
+        black = (start["side"] + rows) % 2 == 1  # to move at the end
         shown = np.where(black & (points != UNKNOWN), -points, points)
         wrong = (shown != UNKNOWN) & (claims != UNKNOWN) & (shown != claims)
         batch = assemble(games, start, replay, np.where(shown == UNKNOWN, claims, shown))
@@ -328,7 +328,7 @@ class Pgn:
             entries.warned[CONTRADICTED + ": taken from the board"] += int(wrong.sum())
             return entries.result(batch, len(texts), len(rows), rows)
         for row in np.flatnonzero(wrong).tolist():
-            detail = f"{NAMES[claims[row]]} is said, the board shows {NAMES[shown[row]]}: {why[row]}"
+            detail = f"claimed result {NAMES[claims[row]]}, on the board {NAMES[shown[row]]}: {why[row]}"
             refuse(games[row], CONTRADICTED, detail)
         if wrong.any():
             batch = select(batch, np.flatnonzero(np.repeat(~wrong, rows)), LAYOUT)
@@ -336,7 +336,7 @@ class Pgn:
 
 
 def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, points: np.ndarray) -> Batch:
-    """The batch of games that were played to the end; points (n,) from White's side, 2 unknown."""
+    """Shard batch of completely replayed games. points: White's result (N,), 2 unknown."""
     rows = np.array([len(game.moves) for game in games], np.int64)
     first = np.cumsum(rows) - rows
     records = empty_records(len(replay.moves), "pgn")
@@ -359,7 +359,7 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     for game, begin, length in zip(games, first.tolist(), rows.tolist(), strict=True):
         ply = 0
         for word in game.evaluated:
-            if type(word) is float and ply < length:  # the position after the last move is not stored
+            if type(word) is float and ply < length:  # the last position is not stored
                 places.append(begin + ply)
                 scores.append(word)
             ply += type(word) is int

@@ -1,4 +1,4 @@
-"""`python -m matrixlib.tasks.chess.uci`, which is `matrixlib-uci`."""
+"""`python -m matrixlib.tasks.chess.uci`, the same as `matrixlib-uci`."""
 
 import sys
 

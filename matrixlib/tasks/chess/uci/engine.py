@@ -1,7 +1,7 @@
-"""A network as a UCI engine on standard input and output: `matrixlib-uci`, or `matrixlib-uci --checkpoint <run>`.
+"""UCI engine on standard input and output: `matrixlib-uci`, or `matrixlib-uci --checkpoint <run>`.
 
-`uciok` comes before torch is loaded. One thread reads lines, the main thread obeys them; a search looks at them between
-two batches. `wdl` has the search's expected result and the network's share of draws in the position.
+`uciok` is sent before torch is loaded. One thread reads lines, the main thread handles them, during a search between
+two batches. `wdl` combines the search's expected result with the network's draw rate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MIB = 2**20
 
 
 def ranking(result: SearchResult) -> list[int]:
-    """Rows of the moves to show, best first: the one to play, then by visits; those never tried are left out."""
+    """Rows of the moves for MultiPV, the best move first, then by visits; unvisited moves are omitted."""
     best = result.moves == result.best
     known = ~np.isnan(result.values) | best
     order = np.lexsort((result.prior, np.nan_to_num(result.values), result.visits, result.values != -1, best))
@@ -51,8 +51,8 @@ def ranking(result: SearchResult) -> list[int]:
 
 
 def read_lines(descriptor: int, lines: Lines) -> None:
-    """Pass on the lines of a file descriptor, and None at its end; a buffered file would wait with its lock held, which
-    breaks the interpreter's exit."""
+    """Queue the lines of a file descriptor, then None. A buffered file would hold its lock while waiting, which breaks
+    the interpreter's exit."""
     rest = b""
     while data := os.read(descriptor, 1 << 16):
         *whole, rest = (rest + data).split(b"\n")
@@ -63,20 +63,22 @@ def read_lines(descriptor: int, lines: Lines) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 where there is no such run, 1 where its network is of no use."""
+    """Entry point; exit status 2 for an unknown run, 1 for a network that cannot be loaded."""
     parser = argparse.ArgumentParser(prog="matrixlib-uci", description="A trained network as a UCI engine.")
     parser.add_argument(
         "--checkpoint",
         default="",
-        help="a run, its name under reports/, a checkpoint's folder, a network's file; else the newest chess training",
+        help="run, name under reports/, checkpoint folder or network file; default: the newest finished chess run",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--simulations", type=int, default=0, help="most simulations of a move; 0: as the clock allows")
+    parser.add_argument(
+        "--simulations", type=int, default=0, help="maximum simulations per move; 0: as the clock allows"
+    )
     flags = parser.parse_args(arguments)
     set_waiting_policy()
     try:
         if not (run := flags.checkpoint or newest_complete("chess")):
-            raise ValueError(f"no finished training of chess in {reports_root()}: name one with --checkpoint")
+            raise ValueError(f"no finished chess run in {reports_root()}: give one with --checkpoint")
         folder, checkpoint = find_run(run)
         protocol.parse_option(f"name Simulations value {flags.simulations}")
     except ValueError as error:
@@ -88,12 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine = Engine(folder.resolve().name, network, lines, partial(print, flush=True), flags.simulations)
     try:
         engine.serve()
-    except ValueError as error:  # of the network: without it there is nothing to go on with
+    except ValueError as error:  # the network cannot be loaded
         reason = " ".join(str(error).split())
         print(f"info string {reason}", flush=True)
         print(f"matrixlib-uci: {reason}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # the GUI is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
@@ -105,8 +107,7 @@ def _ends_search(line: str | None) -> bool:
 
 
 class Engine:
-    """A network behind UCI. load: gives the network, called once; lines: what comes in, None at its end; send: where
-    answers go."""
+    """A UCI engine. load: loads the network, called once. lines: input, None at its end. send: writes one line."""
 
     def __init__(
         self, name: str, load: Callable[[], Net], lines: Lines, send: Callable[[str], None], simulations: int = 0
@@ -118,24 +119,24 @@ class Engine:
         self.net: Net | None = None
         self.game_search: GameSearch | None = None
         self._tables: chess.syzygy.Tablebase | None = None
-        self._deferred: deque[str | None] = deque()  # lines that came during a search
+        self._deferred: deque[str | None] = deque()  # lines received during a search
         self._stop = False
 
     def serve(self) -> None:
-        """Obey lines until `quit` or their end."""
+        """Handle lines until `quit` or their end."""
         while True:
             line = self._deferred.popleft() if self._deferred else self.lines.get()
             if line is None or line.split() == ["quit"]:
                 return
             try:
-                act = self._handle(line.split())
+                run = self._handle(line.split())
             except ValueError as error:
                 self.send(f"info string {' '.join(str(error).split())}")
             else:
-                act()
+                run()
 
     def _handle(self, words: list[str]) -> Callable[[], object]:
-        """Do what a line says, but for what asks the network: that is returned, as its errors are not the line's."""
+        """Handle a line; returns what needs the network as a function, since its errors are not those of the line."""
         match words:
             case ["uci", *_]:
                 return self._identify
@@ -173,7 +174,7 @@ class Engine:
         self.send("readyok")
 
     def _load_search(self) -> GameSearch:
-        """The search, with the network loaded and everything compiled."""
+        """The search, with the network loaded and compiled."""
         if self.net is None:
             self.net = self.load()
         if self.game_search is None:
@@ -217,7 +218,7 @@ class Engine:
         self._answer(go, move_from_index(move, board).uci())
 
     def _answer(self, go: protocol.Go, move: str) -> None:
-        """An infinite search answers only when it is stopped."""
+        """Send `bestmove`, for an infinite search only after `stop`."""
         while go.infinite and not self._stop:
             self._handle_during_search(self.lines.get())
         self.send(f"bestmove {move}")
@@ -228,7 +229,7 @@ class Engine:
         return self._stop
 
     def _handle_during_search(self, line: str | None) -> None:
-        """A line during a search: `isready` is answered at once, others wait; what ends a search ends those, too."""
+        """Handle a line during a search: `isready` at once, others later; `stop` and `quit` end the search."""
         if line is not None and line.split() == ["isready"]:
             self.send("readyok")
         else:
@@ -236,7 +237,7 @@ class Engine:
             self._deferred.append(line)
 
     def _report_moves(self, result: SearchResult) -> None:
-        """Visits N, policy P and expected result Q of each legal move, the least likely first, and of the position."""
+        """Send visits N, policy P and expected result Q of each legal move, least likely first, and of the position."""
         values = np.where(np.isnan(result.values), result.value, result.values)
         for row in np.argsort(result.prior, kind="stable"):
             move = move_from_index(int(result.moves[row]), self.board).uci()
@@ -245,7 +246,7 @@ class Engine:
         self.send(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
 
     def _report(self, search: GameSearch, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
-        """A line for each variation to show."""
+        """Send one info line per variation."""
         for rank, row in enumerate(ranking(result)[: self._integer("MultiPV")], start=1):
             value = float(result.value if np.isnan(result.values[row]) else result.values[row])
             score = protocol.score_text(value, int(result.plies[row]))

@@ -1,4 +1,4 @@
-"""A search that follows a game: for UCI, and for the board of a notebook."""
+"""Search along a game with tree reuse, for UCI and the notebook's board."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from matrixlib.tasks.chess.uci import protocol
 if TYPE_CHECKING:
     from matrixlib.tasks.chess.evaluate.net import Net
 
-REPORT_SECONDS = 1.0  # seconds between two looks at a search
+REPORT_SECONDS = 1.0  # maximum time between two results of a search
 
 
 class GameSearch:
-    """One tree, which keeps from move to move what it knows."""
+    """A search tree that is reused from move to move."""
 
     def __init__(self, net: Net, game: ChessGame | None = None, options: SearchOptions | None = None) -> None:
         self.net = net
         self.search = Search(game or ChessGame(), Evaluator(net), options or SearchOptions())
-        self.game_line: tuple[str, list[chess.Move]] | None = None  # start and moves of the game in the tree
+        self.game_line: tuple[str, list[chess.Move]] | None = None  # start FEN and moves of the tree's game
 
     def set_position(self, board: chess.Board, only: Sequence[chess.Move] = ()) -> bool:
-        """Put the tree at a board, keeping what is known where it can be; False where the position is dead.
+        """Set the position, reusing the tree if it contains it; False for a dead position.
 
-        only: the moves to consider, all unless given. Where a draw could be claimed the game may go on: a third
-        occurrence is searched as a second, and a clock that has run out as one that has just begun.
+        only: moves to consider, default all. Claimable draws are searched on: a third occurrence like a second, and a
+        half-move clock of 100 like 0.
         """
         search, moves, seen = self.search, board.move_stack, positions_before(board, self.net.task.history)
         start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
@@ -64,11 +64,13 @@ class GameSearch:
         return not np.isnan(game.terminal(states, np.diff(game.legal(states)[1]))).all()
 
     def run(
-        self, most: float, deadline: float, stop: Callable[[], bool], capacity: float = np.inf
+        self, limit: float, deadline: float, stop: Callable[[], bool], capacity: float = np.inf
     ) -> Iterator[tuple[SearchResult, int]]:
-        """Search the placed position: what is known at least every second and each time the simulations have doubled,
-        and how many there were. most: simulations, perhaps infinite. deadline: of time.monotonic(). stop: called
-        between batches. capacity: bytes of memory; a tree that takes more forgets what was visited least."""
+        """Search the position; yields (result, simulations so far) every REPORT_SECONDS and when simulations double.
+
+        limit: simulations, may be inf. deadline: in time.monotonic(). stop: polled between batches. capacity: memory of
+        the tree in bytes; beyond it the least visited nodes are pruned.
+        """
         search = self.search
         done, pause, over = 0, deadline, False
 
@@ -77,16 +79,16 @@ class GameSearch:
 
         while not over:
             pause = min(deadline, time.monotonic() + REPORT_SECONDS)
-            target = min(most, protocol.DEPTH0_SIMULATIONS << protocol.depth_of(done) + 1)
+            target = min(limit, protocol.DEPTH0_SIMULATIONS << protocol.depth_of(done) + 1)
             (result,) = search.run(int(target) - done, until=due)
             done += result.simulations
-            over = stop() or result.proven or done >= most or time.monotonic() >= deadline
+            over = stop() or result.proven or done >= limit or time.monotonic() >= deadline
             yield result, done
             if search.bytes >= capacity:
                 search.trim()
 
     def line(self, board: chess.Board, move: int) -> list[chess.Move]:
-        """The principal variation from a move (policy index) of the board that was placed."""
+        """Principal variation from a move (policy index) of the position that was set."""
         walk, moves = board.copy(stack=False), []
         for index in self.search.line(0, move):
             moves.append(move_from_index(index, walk))

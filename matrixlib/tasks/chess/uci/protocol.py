@@ -1,7 +1,7 @@
-"""UCI as text: the options of our engine, what `go` and `position` say, time for a move, scores.
+"""The UCI protocol: options, parsing of `go` and `position`, time management, scores.
 
-Depth d stands for 8 * 2^d simulations, in `go` and in what is shown. Scores in centipawns are those at which Lichess
-expects the same result, 2 / (1 + exp(-0.00368208 cp)) - 1 (https://lichess.org/page/accuracy).
+Depth d means 8 * 2^d simulations. Centipawns follow Lichess' model of the expected result,
+2 / (1 + exp(-0.00368208 cp)) - 1 (https://lichess.org/page/accuracy).
 """
 
 import math
@@ -14,12 +14,12 @@ import chess
 
 from matrixlib.tasks.chess.records import from_boards, parse_fen
 
-DEPTH0_SIMULATIONS = 8  # simulations of depth 0
-DEFAULT_SIMULATIONS = 800  # simulations of a `go` without any limit
-ASSUMED_MOVES_LEFT = 30  # that the clock has to last for
-MAX_CLOCK_SHARE = 0.6  # of what the clock shows, for one move
-LICHESS_SLOPE = 0.00368208  # of Lichess' formula
-MAX_VALUE = 0.9999  # values beyond give no more centipawns
+DEPTH0_SIMULATIONS = 8
+DEFAULT_SIMULATIONS = 800  # for `go` without limits
+ASSUMED_MOVES_LEFT = 30  # for a clock without `movestogo`
+MAX_CLOCK_SHARE = 0.6  # of the remaining time, for one move
+LICHESS_SLOPE = 0.00368208  # per centipawn
+MAX_VALUE = 0.9999  # larger values are clipped for centipawns
 INTEGER_LIMITS = ("nodes", "depth", "mate", "movetime", "wtime", "btime", "winc", "binc", "movestogo")
 
 Value = str | int
@@ -27,7 +27,7 @@ Value = str | int
 
 @dataclass(frozen=True)
 class Option:
-    """A setting as `uci` lists it. limits: of a number; other values are texts, those of a check `true` or `false`."""
+    """A UCI option. limits: of a spin option; the values of others are text, of a check option `true` or `false`."""
 
     name: str
     default: Value
@@ -42,22 +42,22 @@ class Option:
 
 
 OPTIONS = (
-    Option("Simulations", 0, (0, 10**9)),  # most of a move; 0: as the clock allows
-    Option("Threads", 1, (1, 1024)),  # of one pass on the CPU; two that wait for a busy core are far slower
+    Option("Simulations", 0, (0, 10**9)),  # per move; 0: as the clock allows
+    Option("Threads", 1, (1, 1024)),  # per forward pass on the CPU; more are far slower on a busy machine
     Option("MultiPV", 1, (1, 218)),
     Option("UCI_ShowWDL", "false"),
-    Option("VerboseMoveStats", "false"),  # a line about each move as a search ends, as Lc0 has it
-    Option("Temperature", 0, (0, 1000)),  # hundredths; of the draw among the moves by their visits
+    Option("VerboseMoveStats", "false"),  # a line per move after a search, as in Lc0
+    Option("Temperature", 0, (0, 1000)),  # hundredths; for sampling the move by visits
     Option("SyzygyPath", ""),
-    Option("Move Overhead", 100, (0, 60_000)),  # milliseconds of each move that are lost outside
-    Option("Batch", 8, (1, 1024)),  # positions evaluated at once; more is faster on a GPU, worse for a node
-    Option("Hash", 1024, (16, 1 << 20)),  # MiB of memory for the tree
+    Option("Move Overhead", 100, (0, 60_000)),  # milliseconds per move
+    Option("Batch", 8, (1, 1024)),  # leaves per batch; more is faster on a GPU but weaker per node
+    Option("Hash", 1024, (16, 1 << 20)),  # MiB for the tree
 )
 
 
 @dataclass(frozen=True)
 class Go:
-    """Limits of a search, by their names in `go`, 0 or None where there is none; times in milliseconds."""
+    """Parameters of `go` by their UCI names, 0 or None if absent; times in milliseconds."""
 
     nodes: int = 0
     depth: int = 0
@@ -72,16 +72,16 @@ class Go:
     searchmoves: tuple[str, ...] = ()
 
     def clock(self, turn: chess.Color) -> int | None:
-        """Milliseconds left for the side to move."""
+        """Remaining time of the side to move, ms."""
         return self.wtime if turn else self.btime
 
 
 def parse_option(text: str) -> tuple[str, Value]:
-    """Name and value after `setoption`. ValueError where there is no such option, or such a value."""
+    """Parse name and value after `setoption`; ValueError for an unknown option and a bad value."""
     match = re.fullmatch(r"name\s+(.+?)(?:\s+value(?:\s+(.*))?)?", text)
     named = [option for option in OPTIONS if match and match[1].lower() == option.name.lower()]
     if not match or not named:
-        raise ValueError(f"there is no option in 'setoption {text}'")
+        raise ValueError(f"unknown option in 'setoption {text}'")
     option, value = named[0], match[2] or ""
     if option.limits:
         low, high = option.limits
@@ -94,7 +94,7 @@ def parse_option(text: str) -> tuple[str, Value]:
 
 
 def parse_go(words: Sequence[str]) -> Go:
-    """The limits after `go`. ValueError at a number that is none; unknown words, and `ponder`, count for nothing."""
+    """Parse the limits after `go`; ValueError for a bad number. Unknown words and `ponder` are ignored."""
     numbers: dict[str, int] = {}
     moves: list[str] = []
     rest = deque(words)
@@ -104,7 +104,7 @@ def parse_go(words: Sequence[str]) -> Go:
             text = rest.popleft() if rest else ""
             if not re.fullmatch(r"-?\d{1,18}", text):
                 raise ValueError(f"go {word} needs a number, not '{text}'")
-            numbers[word] = max(int(text), 0)  # some programs send a clock that has run out
+            numbers[word] = max(int(text), 0)  # some GUIs send a negative clock
         elif word == "searchmoves":
             while rest and re.fullmatch(r"[a-h][1-8][a-h][1-8][nbrq]?", rest[0]):
                 moves.append(rest.popleft())
@@ -112,30 +112,30 @@ def parse_go(words: Sequence[str]) -> Go:
 
 
 def read_position(text: str) -> chess.Board:
-    """The board of a FEN, of `startpos` or `fen <FEN>`, each perhaps with `moves ...` after it. ValueError where it, or
-    a move, is not legal."""
+    """Parse `startpos`, `fen <FEN>` or a bare FEN, optionally followed by `moves ...`; ValueError for an illegal
+    position or move."""
     start, _, moves = text.partition("moves")
     start = start.strip()
     board = chess.Board() if start == "startpos" else parse_fen(start.removeprefix("fen").strip())
-    from_boards([board])  # the last word on what can be played
+    from_boards([board])  # raises for an illegal position
     for move in moves.split():
         board.push(legal_move(board, move))
     return board
 
 
 def legal_move(board: chess.Board, text: str) -> chess.Move:
-    """The move of a UCI text. ValueError where it is not legal."""
+    """Parse a UCI move; ValueError for an illegal one."""
     try:
         move = board.parse_uci(str(text))
-    except ValueError as error:  # one of the library's own, which notebooks show with all of their lines
+    except ValueError as error:  # a plain ValueError, as notebooks show subclasses with their traceback
         raise ValueError(str(error)) from error
-    if not move:  # python-chess lets a null move pass
+    if not move:  # python-chess accepts null moves
         raise ValueError(f"a null move is not legal: '{text}' in {board.fen()}")
     return move
 
 
 def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
-    """Seconds to think; None where time does not limit the search. overhead: ms of each move that are lost outside.
+    """Seconds for a move, None without a time limit. overhead: ms to subtract.
 
     By the clock: an equal share per move left plus 3/4 of the increment, at most MAX_CLOCK_SHARE of it.
     """
@@ -149,12 +149,12 @@ def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     return min(share, MAX_CLOCK_SHARE * left) / 1000
 
 
-def simulations_for(go: Go, turn: chess.Color, most: int) -> float:
-    """Simulations at which a search ends, perhaps infinity. most: the option Simulations, 0 none."""
+def simulations_for(go: Go, turn: chess.Color, limit: int) -> float:
+    """Maximum simulations of a search, may be inf. limit: the option Simulations, 0 for none."""
     if go.nodes or go.depth:
         return min(go.nodes or math.inf, DEPTH0_SIMULATIONS << min(go.depth, 60) if go.depth else math.inf)
-    if most and not go.infinite:
-        return most
+    if limit and not go.infinite:
+        return limit
     timed = go.movetime is not None or go.clock(turn) is not None
     return math.inf if timed or go.mate or go.infinite else DEFAULT_SIMULATIONS
 
@@ -164,20 +164,20 @@ def depth_of(simulations: int) -> int:
 
 
 def centipawns(value: float) -> int:
-    """Of an expected result in [-1, 1]."""
+    """Centipawns of an expected result in [-1, 1]."""
     value = min(max(value, -MAX_VALUE), MAX_VALUE)
     return round(math.log((1 + value) / (1 - value)) / LICHESS_SLOPE)
 
 
 def score_text(value: float, plies: int) -> str:
-    """`cp` or `mate` of a value for the side to move; plies: to the proven end of the game, 0 where none is."""
+    """UCI score of a value of the side to move. plies: to the proven end of the game, 0 if unproven."""
     if plies and abs(value) == 1:
         return f"mate {(plies + 1) // 2 * int(value)}"
     return f"cp {centipawns(value)}"
 
 
 def wdl_text(value: float, draws: float) -> str:
-    """Win, draw and loss per mille that have this expected result, and as near as can be this share of draws."""
+    """UCI `wdl` (per mille) with this expected result, and this draw rate as far as possible."""
     draw = round(1000 * min(draws, 1 - abs(value)))
     win = min(round((1000 - draw + 1000 * value) / 2), 1000 - draw)
     return f"wdl {win} {draw} {1000 - draw - win}"
