@@ -460,7 +460,7 @@ def test_features_that_cannot_be_had(teacher: str) -> None:
     net = random_net()
     net.model = torch.nn.Identity()  # as of an ONNX file
     config = load_config("demo", {"teacher": {"network": "x.onnx", "features": 0.1}})
-    with pytest.raises(ValueError, match=r"teacher 'x\.onnx' is an ONNX file, whose blocks nobody sees"):
+    with pytest.raises(ValueError, match=r"teacher 'x\.onnx' is an ONNX file, without access to its blocks"):
         ChessTeacher.of(net, config)  # type: ignore[arg-type]
 
 

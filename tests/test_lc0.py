@@ -359,7 +359,7 @@ def test_other_versions_are_named(tmp_path, version):
 
 
 def test_files_of_another_kind_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"training\.1\.gz holds no training data of Leela"):
+    with pytest.raises(ValueError, match=r"training\.1\.gz holds no training data of Lc0"):
         list(Lc0().parts(write(tmp_path, b"1. e4 e5 2. Nf3")))
     cut = tarred(tmp_path / "cut.tar", {"1.gz": gzip.compress(game(chess.STARTING_FEN, 30, 5, 1)[0], 0)})
     for data in (b"no archive" * 100, cut.read_bytes()[:50_000]):

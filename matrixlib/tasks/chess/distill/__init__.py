@@ -1,1 +1,1 @@
-"""A small chess network that learns from a large one."""
+"""Knowledge distillation between chess networks."""

@@ -1,8 +1,8 @@
-"""What a student learns from a teacher: its outputs and features, and a temperature learned against the student.
+"""Distillation losses: policy, win-draw-loss, features; learned temperature; storage of teacher outputs.
 
-Losses are sums over rows in fp32, as those of `chess.losses`. Shapes: B rows, L places for legal moves (padded), C and
-D channels of the two networks, S squares of a row: 64, or 1 that is the mean over the board. The teacher's policy is
-log-probabilities over a row's legal moves, anything in pads.
+Losses are fp32 sums over rows, as in `chess.losses`. Shapes: B rows, L legal moves (padded), C and D channels of the
+two networks, S samples per row: 64 squares, or their mean (1). The teacher's policy is given as log-probabilities of
+the legal moves, with arbitrary values in pads.
 """
 
 import math
@@ -17,27 +17,25 @@ from matrixlib.engine.optim import SGDParameters
 from matrixlib.tasks.chess.config import TeacherConfig
 from matrixlib.tasks.chess.losses import PAD_INDEX, PAD_LOGIT, Sums, entropy, legal_logits, sums
 
-MIN_NORM = 1e-12  # norm of features below which they are taken as none
-CKA_ROWS = 128  # rows whose alignment is taken together
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1.0, 5.0  # of a learned one: of 20 to 40 moves' policy little is left far above
-WARMUP_SHARE = 0.2  # share of the training in which a learned temperature stays as it is
-KEPT_MOVES = 32  # kept of a position
-NO_PLACE = 255  # a place that no position's list has: at most 218 moves
-MIN_REST_SHARE = 1e-7  # share of the moves that are left out, at least: float16 may have none left of it
+MIN_NORM = 1e-12  # avoids division by 0
+CKA_ROWS = 128  # batch size of CKA
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1.0, 5.0  # of a learned one; higher ones flatten the policy completely
+WARMUP_SHARE = 0.2  # of the training, with a constant temperature
+KEPT_MOVES = 32  # likeliest moves stored per position
+NO_PLACE = 255  # no position has more than 218 moves
+MIN_REST_SHARE = 1e-7  # probability of the other moves, at least: float16 may round it to 0
 RECORD = np.dtype([("move", "u1", KEPT_MOVES), ("log_p", "<f2", KEPT_MOVES), ("rest", "<f2"), ("wdl", "<f2", 3)])
-LAYOUT = Layout("chess teacher", 1, RECORD, {})  # its likeliest moves by places in the list of legal moves, 104 bytes
+LAYOUT = Layout("chess teacher", 1, RECORD, {})  # moves as positions in the list of legal moves, 104 bytes
 
 
 def policy_rows(index: Tensor, rows: Tensor) -> Tensor:
-    """(B,) bool: rows with a legal move, of policy indices (B, L)."""
+    """Mask (B,) of rows with a legal move. index: (B, L)."""
     return rows & (index != PAD_INDEX).any(1)
 
 
 def softened(scores: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
-    """(B, L) log-probabilities of logits (B, L) over the legal moves divided by temperatures (B,); pads get a
-    probability of exactly 0. They are masked before the division: its gradient at an infinity would make the
-    temperature's NaN.
-    """
+    """Log-probabilities (B, L) of logits (B, L) / temperature (B,) over the legal moves, probability 0 in pads."""
+    # Masked before the division: infinities would make the temperature's gradient NaN
     return (torch.where(index != PAD_INDEX, scores, PAD_LOGIT) / temperature[:, None]).log_softmax(1)
 
 
@@ -46,9 +44,8 @@ def policy_loss(
 ) -> tuple[Tensor, Sums]:
     """T^2 KL(teacher || student), both softened by T, over the legal moves (Hinton et al. 2015, arXiv:1503.02531).
 
-    logits (B, 4672); index (B, L) in the network's frame; teacher (B, L); temperature (B,), through which a gradient
-    goes. T^2 keeps the size of the gradient where T changes. Metrics: `kl` at T = 1, `top1` (the same best move), and
-    `temperature`.
+    logits: (B, 4672). index: (B, L) in the network's frame. teacher: (B, L). temperature: (B,), differentiable. T^2
+    keeps the gradient's scale independent of T. Metrics: `kl` at T = 1, `top1` (equal best moves), `temperature`.
     """
     scores = legal_logits(logits, index)
     with torch.no_grad():
@@ -62,14 +59,14 @@ def policy_loss(
 
 
 def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> Tensor:
-    """(B,) KL(teacher || student) of two policies softened alike, in nats."""
+    """KL(teacher || student) (B,) of both softened policies, nats."""
     theirs, own = softened(teacher, index, temperature), softened(scores, index, temperature)
     return (theirs.exp() * (theirs - own)).sum(1)
 
 
 def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """KL(teacher || student) of win-draw-loss, of logits and probabilities (B, 3). Metric: `accuracy`, the same
-    likeliest class.
+    """KL(teacher || student) of win-draw-loss: logits (B, 3), teacher probabilities (B, 3). Metric: `accuracy` (equal
+    likeliest classes).
     """
     log_p = logits.float().log_softmax(1)
     same = log_p.argmax(1) == teacher.argmax(1)
@@ -77,19 +74,20 @@ def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sum
 
 
 def block_pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
-    """(block of the student, block of the teacher), of networks with so many blocks: as given, or the student's blocks
-    at the same depths in the teacher. ValueError where there is no such block.
+    """(student block, teacher block) pairs: `teacher.layers`, or every student block at equal relative depth. own,
+    theirs: numbers of blocks. ValueError for a block that does not exist.
     """
     layers = config.layers or tuple((block, max((block + 1) * theirs // own - 1, 0)) for block in range(own))
     for place, (name, count) in enumerate((("the student", own), ("the teacher", theirs))):
         if wrong := [pair[place] for pair in layers if pair[place] >= count] or [0] * (count == 0):
-            raise ValueError(f"teacher.layers: {name} has {count} blocks, counted from 0, so none of number {wrong[0]}")
+            raise ValueError(f"teacher.layers: {name} has {count} blocks, counted from 0, and no block {wrong[0]}")
     return layers
 
 
 def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """1 - `linear_cka` of every CKA_ROWS `rows` (B,) bool, the mean over the pairs of blocks, times how many of them
-    count: it adds up over micro-batches that are multiples of these groups.
+    """1 - `linear_cka`, mean over the pairs of blocks, summed over the rows in groups of CKA_ROWS. rows: mask (B,).
+
+    Additive over micro-batches whose sizes are multiples of CKA_ROWS.
     """
     total = torch.zeros((), device=rows.device)
     for start in range(0, len(rows), CKA_ROWS):
@@ -100,8 +98,8 @@ def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) 
 
 
 def linear_cka(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """() linear CKA of features (B, C, S) and (B, D, S), 0 to 1, every square of the `rows` (B,) bool a sample
-    (Kornblith et al. 2019, arXiv:1905.00414). Turning or scaling one side as a whole changes nothing, so widths differ.
+    """Linear CKA in [0, 1] of features (B, C, S) and (B, D, S) over the samples of the mask `rows` (B,)
+    (Kornblith et al. 2019, arXiv:1905.00414). Invariant to rotation and scaling, so widths may differ.
     """
     x, y = _samples(x, rows), _samples(y, rows)
     spread = (x.T @ x).norm() * (y.T @ y).norm()
@@ -109,7 +107,7 @@ def linear_cka(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
 
 
 def _samples(features: Tensor, rows: Tensor) -> Tensor:
-    """(B * S, C): centred, of norm 1, so that no sum overflows; zeros of other rows."""
+    """Samples (B * S, C), centred and normalised to avoid overflow; zeros for masked rows."""
     weight = rows.float().repeat_interleave(features.shape[2])[:, None]
     samples = torch.where(weight > 0, features.transpose(1, 2).flatten(0, 1), 0.0)
     centred = (samples - samples.sum(0) / weight.sum().clamp(min=1)) * weight
@@ -117,8 +115,9 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
 
 
 class LearnedTemperature(SGDParameters):
-    """T = 1 + 4 sigmoid(raw), which rises where that makes the student's task harder (CTKD, Li et al. 2022,
-    arXiv:2211.16231): its gradient is reversed and multiplied by a factor from 0 on, which Adam would divide away.
+    """Adversarial temperature T = 1 + 4 sigmoid(raw) by gradient reversal (CTKD, Li et al. 2022, arXiv:2211.16231).
+
+    Trained by SGD: Adam would cancel the factor of the reversed gradient.
     """
 
     def __init__(self, initial: float, rate: float) -> None:
@@ -128,26 +127,26 @@ class LearnedTemperature(SGDParameters):
         self.raw = nn.Parameter(torch.tensor(math.log(share / (1 - share))))
 
     def forward(self, factor: Tensor) -> Tensor:
-        """T () of the reversal's factor (): of the parameter itself, with a gradient of -factor times its own."""
+        """T as a 0-d tensor; its gradient to `raw` is multiplied by -factor."""
         raw = self.raw.detach() - factor * (self.raw - self.raw.detach())
         return MIN_TEMPERATURE + (MAX_TEMPERATURE - MIN_TEMPERATURE) * raw.sigmoid()
 
 
 def reversal_factor(progress: float) -> float:
-    """Factor of the reversed gradient: 0 for the first fifth of the training, then along a cosine to 1."""
+    """Factor of the reversed gradient: 0 for WARMUP_SHARE of the training, then a cosine to 1."""
     place = max(0.0, progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)
     return (1 - math.cos(math.pi * min(place, 1.0))) / 2
 
 
 def scheduled_temperature(config: TeacherConfig, progress: float) -> float:
-    """T at a share of the training; a learned one where it begins."""
+    """T at a fraction of the training; the initial one if T is learned."""
     if config.schedule != "linear":
         return config.temperature
     return config.temperature + (config.final_temperature - config.temperature) * progress
 
 
 def pack_outputs(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """RECORD rows (B,) of log-probabilities (B, L) at the moves `index` (B, L), -1 in pads, and wdl (B, 3)."""
+    """RECORD rows (B,) of log-probabilities (B, L) of the moves `index` (B, L), -1 in pads, and wdl (B, 3)."""
     rows = np.zeros(len(index), RECORD)
     scores = np.where(index >= 0, log_p, -np.inf)
     top = np.argsort(-scores, axis=1, kind="stable")[:, :KEPT_MOVES]
@@ -160,8 +159,8 @@ def pack_outputs(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.nd
 
 
 def unpack_outputs(batch: Batch) -> Batch:
-    """A gathered batch with `policy_teacher` (K,) f32, log-probabilities of the moves of `policy_index`, of its
-    `sidecar` (B,) RECORD, if any. Moves that were left out share their rest alike.
+    """The batch with `policy_teacher` (K,) float32, log-probabilities of the moves `policy_index`, from its `sidecar`
+    (B,) RECORD if present. Moves beyond KEPT_MOVES share the rest equally.
     """
     if "sidecar" not in batch:
         return batch

@@ -1,7 +1,7 @@
-"""The teacher of a training: a frozen network, asked about every batch, or once about all rows of the data.
+"""The teacher: a frozen network, evaluated on every batch, or once on all data with cached outputs.
 
-What it said is kept in a file beside each shard, in the format of shards, with rows of `losses.RECORD`, checksums of
-blocks, and the SHA-256 of the shard and of the teacher.
+The cache is a sidecar file per shard in shard format: rows `losses.RECORD`, block checksums, the SHA-256 of shard and
+teacher.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from matrixlib.tasks.chess.losses import PAD_LOGIT
 from matrixlib.tasks.chess.model import tower_depth
 from matrixlib.tasks.chess.task import ChessTask
 
-QUERY_ROWS = 256  # asked about at once, from the beginning of a block on, so that a file's bytes depend on nothing else
+QUERY_ROWS = 256  # batch size for sidecars, fixed for reproducible bytes
 
 
 @dataclass(frozen=True)
 class ChessTeacher:
-    """A network in evaluation mode, in its own precision. Rows that have its outputs already are not asked about."""
+    """A frozen network in its own precision. Batches with cached outputs are not evaluated."""
 
     net: Net
     config: TeacherConfig
     sha256: str
-    blocks: tuple[int, ...] = ()  # whose features the student's are compared with
+    blocks: tuple[int, ...] = ()  # of the feature loss
 
     @classmethod
     def of(cls, net: Net, config: ChessConfig) -> ChessTeacher:
-        """A network that a student's configuration names. ValueError where it lacks a head, or a block."""
+        """The teacher of a student's configuration; ValueError if the network lacks a head or block."""
         name, blocks = config.teacher.network, tuple[int, ...]()
         if config.teacher.wdl and net.task.config.model.value.kind == "scalar":
             raise ValueError(f"teacher '{name}' has no win-draw-loss to learn from: set teacher.wdl to 0")
         if config.teacher.features:
             tower = getattr(net.model, "tower", None)
             if tower is None:
-                what = "whose blocks nobody sees: give its run, or set teacher.features to 0"
-                raise ValueError(f"teacher '{name}' is an ONNX file, {what}")
+                remedy = "give its run, or set teacher.features to 0"
+                raise ValueError(f"teacher '{name}' is an ONNX file, without access to its blocks: {remedy}")
             blocks = tuple(theirs for _, theirs in block_pairs(config.teacher, tower_depth(config.model), len(tower)))
         return cls(net, config.teacher, net.sha256, blocks)
 
@@ -72,22 +72,24 @@ class ChessTeacher:
         return frozenset({"teacher_features"}) if self.blocks else frozenset()
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
-        """The batch with `teacher_policy` (B, L), log-probabilities of `policy_index`'s moves, `teacher_wdl` (B, 3)
-        where it has such a head, and `temperature` (B,) and `reversal` (B,), alike in all rows; in training, for each
-        of `blocks`, `teacher_features_<k>` as of `ChessTask.residuals`. Held-out rows are scored at T = 1.
+        """Add the teacher's outputs to a batch:
+
+        teacher_policy: log-probabilities (B, L).  teacher_wdl: (B, 3), unless its value head is scalar.
+        temperature, reversal: (B,), constant; T = 1 for held-out rows (progress None).
+        teacher_features_<k>: `ChessTask.residuals` of `blocks`, in training.
         """
         count, device = rows(batch), batch["pieces"].device
-        heat = 1.0 if progress is None else scheduled_temperature(self.config, progress)
+        temperature = 1.0 if progress is None else scheduled_temperature(self.config, progress)
         factor = 0.0 if progress is None else reversal_factor(progress)
         return {
             **batch,
             **({} if "teacher_policy" in batch else self.query(batch, self.blocks if progress is not None else ())),
-            "temperature": torch.full((count,), heat, device=device),
+            "temperature": torch.full((count,), temperature, device=device),
             "reversal": torch.full((count,), factor, device=device),
         }
 
     def query(self, batch: Batch, blocks: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Its outputs in fp32 on the device of the batch. No inference mode: losses keep them for their gradients."""
+        """fp32 outputs on the device of the batch; no inference mode, as losses save them for their backward pass."""
         own, most, task = self.net.runtime.torch_device, self.net.serving.sizes[-1], self.net.task
         inputs = {name: batch[name] for name in INPUTS}
         names = frozenset({"policy", "value", *(("stream",) if blocks else ())})
@@ -107,11 +109,11 @@ class ChessTeacher:
 
 
 def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
-    """The files of these shards in a folder of the data set, each made, or made anew where it is not what it should be.
-    ValueError for a shard that is not the one that was catalogued, and where nothing can be written.
+    """Sidecar files of these shards in the data set's folder; missing and outdated ones are computed. ValueError if
+    they cannot be written, ShardError for a shard that differs from the catalogue.
     """
     if any(row.remote for row in shards):
-        raise ValueError("a teacher's outputs lie beside the shards: set teacher.cache to false, or copy the data set")
+        raise ValueError("cached teacher outputs need local shards: set teacher.cache to false, or copy the data set")
     own = folder / f"teacher-{teacher.sha256[:16]}"
     paths = {row.name: own / f"{row.name}.outputs" for row in shards}
     missing = [row for row in shards if not is_current(paths[row.name], row, teacher)]
@@ -120,20 +122,20 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
     count = sum(row.count for row in missing)
     try:
         own.mkdir(exist_ok=True)
-        bar = live_bar(total=count, desc="asking the teacher", unit="position", leave=False)
+        bar = live_bar(total=count, desc="teacher outputs", unit="position", leave=False)
         with FileLock(own / "lock"), bar:
             for row in missing:
-                if not is_current(paths[row.name], row, teacher):  # another process may have made it meanwhile
+                if not is_current(paths[row.name], row, teacher):  # another process may have computed it
                     _write_sidecar(paths[row.name], row, teacher, task, bar)
     except OSError as error:
         raise ValueError(
-            f"the teacher's outputs cannot be kept in {own} ({error}): make it writable, or set teacher.cache to false"
+            f"cannot write teacher outputs to {own} ({error}): make it writable, or set teacher.cache to false"
         ) from error
     return Sidecars(LAYOUT, paths)
 
 
 def is_current(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
-    """Whether a sidecar can be used: of this teacher and of what the shard now holds, and not known to be damaged."""
+    """Whether a sidecar is intact and made from this teacher and the shard's current rows."""
     if not path.exists() or Sidecars.note(path).exists():
         return False
     try:
@@ -141,28 +143,28 @@ def is_current(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
     except ShardError:
         return False
     known: dict[str, Any] = {"shard": row.sha256, "teacher": teacher.sha256, "count": row.count}
-    with suppress(ShardError):  # of the shard itself, which the loader tells of
+    with suppress(ShardError):  # a damaged shard is reported by the loader
         known["rows"] = Shard(row.path, records.LAYOUT).fingerprint
     return known.items() <= file.meta.items()
 
 
 def _write_sidecar(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar: Any) -> None:
-    """Ask about the rows of one shard, block by block."""
+    """Compute the sidecar of one shard, block by block."""
     if file_hash(row.path) != row.sha256:
-        raise ShardError(f"{row.path}: its bytes are not those that were catalogued; import it again")
+        raise ShardError(f"{row.path}: it has changed since it was catalogued; import it again")
     shard, blocks = Shard(row.path, records.LAYOUT), []
     for start in range(0, row.count, BLOCK):
         blocks.append(_query_block(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task))
         bar.update(len(blocks[-1]))
     meta = {"source": row.source, "generator": "teacher", "seed": 0, "split": row.split}
     meta |= {"shard": row.sha256, "rows": shard.fingerprint, "teacher": teacher.sha256}
-    meta["created"] = shard.meta["created"]  # so that the same outputs are the same bytes
+    meta["created"] = shard.meta["created"]  # same outputs, same bytes
     write_shard(path, LAYOUT, {"records": np.concatenate(blocks)}, meta)
     Sidecars.note(path).unlink(missing_ok=True)
 
 
 def _query_block(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
-    """RECORD rows of one block of a shard; zeros of one that is damaged, which no loader gives."""
+    """RECORD rows of one block of a shard; zeros for a damaged block, which the loader skips."""
     try:
         batch = shard.gather(places)
     except DamagedBlock:

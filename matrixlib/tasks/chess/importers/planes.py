@@ -1,12 +1,11 @@
-"""Readers of other programs' training data, which hold planes and policies: Leela Chess Zero's and Matrix0's.
+"""Readers of training data with planes and policies: Leela Chess Zero's and Matrix0's.
 
-Leela's: of eight positions, seen from the side to move, the newest is read, and the one before where the format does
-not tell the en-passant file. From format 3 on a position without castling rights is turned into one of up to eight, and
-turned back here. `ply` counts the records of the file, made even for White.
+Lc0: the newest of eight positions is read, and the one before for en passant where the format lacks it. From input
+format 3 on the canonical transform of positions without castling rights is undone. `ply` is the number of the record in
+its file, even for White.
 
-Matrix0's lack en passant and repetition: a capture en passant is possible where `legal_mask`, or without one the
-policy, has it. z is stored as the win-draw-loss with that expectation and as many draws as that allows. A file is one
-game to the split, so that nothing leaks.
+Matrix0: en passant is inferred from `legal_mask`, or else from the policy; repetition is unknown. z becomes the
+win-draw-loss with that expectation and the highest draw rate. The split takes a file as one game, so nothing leaks.
 """
 
 import io
@@ -38,15 +37,15 @@ from matrixlib.tasks.chess.records import (
 )
 from matrixlib.tasks.chess.stockfish.labels import integer_shares, wdl_of_shares
 
-TOLERANCE = 0.01  # of the policy's sum, of the bounds of a value, of planes that hold 0 or 1
-Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a file, with the reason
+TOLERANCE = 0.01  # of the policy's sum, the range of values, binary planes
+Faults = list[tuple[NDArray[np.bool_], str]]  # (mask (N,), fault)
 
 
 # Both
 
 
 def records_of(boards: NDArray[np.uint64], rights: NDArray[np.int64], source: str, faults: Faults) -> Records:
-    """Records (N,) of oriented bitboards (N, 12) with castling rights (N,). What is wrong is added to `faults`."""
+    """Records (N,) of oriented bitboards (N, 12) with castling rights (N,); appends to `faults`."""
     faults.append((~valid_positions(boards), "not a position of chess"))
     records = empty_records(len(boards), source)
     records["pieces"] = bitboard.pieces_of(boards)
@@ -64,8 +63,8 @@ def usable_rows(
     detail: Callable[[int, str], str],
     deleted: NDArray[np.bool_] | np.bool_ = np.False_,
 ) -> Batch:
-    """The batch of the records (N,) without a fault, whose legal moves have these shares (K,); the others are refused
-    for the first of their faults, but for those to be deleted (N,)."""
+    """Shard batch of the records (N,) without faults. shares: policy (K,) of their legal moves. Others are quarantined
+    for their first fault, or dropped if in the mask `deleted`."""
     reasons = {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask & ~deleted).tolist()}
     for row, reason in reasons.items():
         entries.refuse(row, reason, detail(row, reason), to_board(records[row]).fen())
@@ -80,47 +79,47 @@ def usable_rows(
 
 
 LC0_VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
-FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # CANONICAL: formats from here on
+FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # input formats; canonical from 3 on
 FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
-MAX_GAME_BYTES = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
+MAX_GAME_BYTES = 64 << 20  # 16 times the longest game of chess
 V6 = np.dtype(
     [
         ("version", "<u4"),
         ("input_format", "<u4"),
         ("probabilities", "<f4", POLICY_SIZE),
-        # newest first; ours P N B R Q K, theirs, repetition; a byte is a rank, its highest bit file a
+        # newest first; our P N B R Q K, theirs, repetition; a byte per rank, highest bit the a-file
         ("planes", "u1", (8, 13, 8)),
-        # our queen's side, our king's, theirs; from format 2 on the rook's file as a bit
+        # our queen's side, our king's, theirs; from format 2 on a bit mask of the rook's file
         ("castling", "u1", 4),
-        # 1: Black to move; from format 3 on the file of en passant as a bit
+        # 1: Black to move; from format 3 on a bit mask of the en-passant file
         ("side", "u1"),
         ("rule50", "u1"),
-        # 1 flip, 2 mirror, 4 transpose, 16 game too long, 64 to be deleted, 128 Black to move
+        # 1 flip, 2 mirror, 4 transpose, 16 game too long, 64 deleted, 128 Black to move
         ("flags", "u1"),
         ("unused", "u1"),
         *((name, "<f4") for name in ("root_q", "best_q", "root_d", "best_d")),
-        ("moves_left", "V12"),  # of root, best move and game
+        ("moves_left", "V12"),  # of root, best move, game
         *((name, "<f4") for name in ("result_q", "result_d")),
         ("rest", "V40"),
     ]
 )
-ROOKS = np.array([1, 128, 1, 128], np.uint8)  # `castling` of standard chess: files a and h
-REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bytes bit by bit
+ROOKS = np.array([1, 128, 1, 128], np.uint8)  # `castling` in standard chess: files a and h
+REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bit-reversed bytes
 
 
 _KINDS = np.arange(8)[:, None]
 _TURNED = np.arange(64) ^ np.where(_KINDS & FLIP, 7, 0) ^ np.where(_KINDS & MIRROR, 56, 0)
 TRANSFORMS = np.where(_KINDS & TRANSPOSE, (7 - _TURNED % 8) * 8 + 7 - _TURNED // 8, _TURNED)
-"""(8, 64): where each square goes by a transform: the files turned, then the ranks, then mirrored in h1-a8."""
+"""(8, 64): square after each transform: flip files, then ranks, then mirror on the diagonal h1-a8."""
 
 
 def version_of(data: bytes) -> int:
-    """The version in the first record; of less than that, the one that could be read."""
+    """Version of the first record; LC0_VERSION if truncated before it."""
     return int.from_bytes(data[:4], "little") if len(data) >= 4 else LC0_VERSION
 
 
 def inflate(data: bytes) -> bytes:
-    """What is in a .gz file; one that is cut short ends within a record. ValueError for more than a game can hold."""
+    """Decompress a .gz file; a truncated one ends within a record. ValueError beyond MAX_GAME_BYTES."""
     out = b""
     while data:
         stream = zlib.decompressobj(31)
@@ -132,22 +131,22 @@ def inflate(data: bytes) -> bytes:
             raise ValueError(f"holds more than {MAX_GAME_BYTES >> 20} MiB: no game")
         if not stream.eof:
             break
-        data = stream.unused_data.lstrip(b"\0")  # some programs pad
+        data = stream.unused_data.lstrip(b"\0")  # padding
     return out + b"\0" * (bool(data) and len(out) % V6.itemsize == 0)
 
 
 def read_lc0_games(path: Path) -> Iterator[bytes]:
-    """The data of each game of a file; nothing for a member of a .tar that is no game. ValueError where it is none."""
+    """Data of each game of a file, b"" for other members of a .tar. ValueError for another kind of file."""
     if ".tar" not in path.suffixes and path.suffix != ".tgz":
         data = inflate(path.read_bytes())
         if version_of(data) not in KNOWN_VERSIONS:
-            raise ValueError(f"holds no training data of Leela: its first bytes are {data[:4]!r}")
+            raise ValueError(f"holds no training data of Lc0: its first bytes are {data[:4]!r}")
         yield data
         return
     try:
         with tarfile.open(path, "r|*") as archive:
             for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # or the list of all members grows
+                archive.members = []  # type: ignore[attr-defined]  # the list of members would grow
                 file = archive.extractfile(member) if member.isfile() else None
                 if file is not None:
                     data = file.read(MAX_GAME_BYTES + 1) if member.name.endswith(".gz") else b""
@@ -155,13 +154,13 @@ def read_lc0_games(path: Path) -> Iterator[bytes]:
                         raise ValueError(f"'{member.name}' in it has more than {MAX_GAME_BYTES >> 20} MiB: no game")
                     yield inflate(data)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise ValueError(f"is cut short or no .tar file ({error}): restore it from a copy") from error
+        raise ValueError(f"is cut short or no .tar file ({error}): get it again") from error
 
 
 @dataclass(frozen=True)
 class Lc0:
-    """Version 6: .gz files of one game each, and .tar files of those. value: the search's of the root, or that of its
-    best move."""
+    """Lc0 training data version 6: .gz files of one game each, or .tar files of those. value: of the root or its best
+    move."""
 
     source: ClassVar[str] = "lc0"
     value: Literal["root", "best"] = "root"
@@ -171,7 +170,7 @@ class Lc0:
         try:
             for number, data in enumerate(read_lc0_games(path)):
                 yield Part(number, first, data)
-                # Its records, with one that is cut short; 1 if there are none
+                # Records, including a truncated one; at least 1
                 first += max(1, -(-len(data) // V6.itemsize)) if version_of(data) == LC0_VERSION else 1
         except ValueError as error:
             raise ValueError(f"{path} {error}") from error
@@ -183,7 +182,7 @@ class Lc0:
         elif version not in KNOWN_VERSIONS:
             entries.refuse(0, "not training data", f"{part.data[:4]!r}", "", 0)
         elif version != LC0_VERSION:
-            remedy = "only version 6 is read: convert it with Leela's rescorer"
+            remedy = "only version 6 is supported: convert it with Lc0's rescorer"
             entries.refuse(0, f"version {version} of the format", remedy, "", 0)
         if not part.data or version != LC0_VERSION:
             return entries.result(concat([], LAYOUT), 1)
@@ -208,19 +207,19 @@ class Lc0:
             if reason != "legal moves differ":
                 return f"input format {raw['input_format'][row]}, flags {raw['flags'][row]}"
             names = map(move_name, np.setxor1d(number[owner == row], np.flatnonzero(share[row] >= 0)).tolist())
-            return f"(as its mover sees the board) in one list only: {', '.join(sorted(names))}"
+            return f"in one list only (mover's board): {', '.join(sorted(names))}"
 
         deleted = raw["flags"] & DELETED != 0
         entries.skipped["marked for deletion"] = int(deleted.sum())
         batch = usable_rows(entries, records, legal, np.maximum(listed, 0), faults, detail, deleted)
         if rest:
-            left = f"{rest} of {V6.itemsize} bytes are there: restore the file from a copy"
+            left = f"it has {rest} of {V6.itemsize} bytes: get the file again"
             entries.refuse(count, "cut short", left, "")
         return entries.result(batch, count + (rest > 0))
 
 
 def leela_records(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArray[np.int64]]:
-    """Records (N,) of V6 (N,) without targets, and their transforms. What is wrong is added to `faults`."""
+    """Records (N,) of V6 (N,) without targets, and their transforms; appends to `faults`."""
     kind = raw["input_format"]
     faults.append((raw["version"] != LC0_VERSION, "another version within the file"))
     faults.append((np.isin(kind, ARMAGEDDON), "Armageddon rules"))
@@ -238,7 +237,7 @@ def leela_records(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArr
     faults.append(((rooks != plain).any(1), "Chess960 castling"))
     records = records_of(newest, ((plain != 0) * np.array([2, 1, 8, 4])).sum(1), "lc0", faults)
     column = np.where(transform & FLIP, REVERSED[raw["side"]], raw["side"])
-    # Formats without it: a pawn of theirs that stood on its second rank one ply ago and stands on its fourth now.
+    # Formats without en passant: their pawn moved from its second rank to its fourth in the last ply
     before, now = boards[:, 19], newest[:, 6]
     pushed = (before & ~now) >> np.uint64(48) & (now & ~before) >> np.uint64(32) & np.uint64(255)
     column = np.where(canonical, column, pushed.astype(np.uint8))
@@ -254,10 +253,10 @@ def leela_records(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArr
 
 
 def value_targets(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
-    """Result (N,) and win-draw-loss (N, 3) as a record has them. What is wrong is added to `faults`."""
+    """Result (N,) and win-draw-loss (N, 3) in the form of records; appends to `faults`."""
     q, d = raw[f"{value}_q"].astype(np.float64), raw[f"{value}_d"].astype(np.float64)
     wdl = np.stack([(1 - d + q) / 2, d, (1 - d - q) / 2], axis=1)
-    good: NDArray[np.bool_] = wdl.min(axis=1) > -TOLERANCE  # false for what is not finite
+    good: NDArray[np.bool_] = wdl.min(axis=1) > -TOLERANCE  # False for non-finite values
     faults.append((~good, "value is no probability"))
     wdl = np.clip(np.where(good[:, None], wdl, 1 / 3), 0, 1)
     result, drawn = raw["result_q"], raw["result_d"]
@@ -271,14 +270,14 @@ def value_targets(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[ND
 def lc0_indices(
     legal: LegalMoves, records: Records, transform: NDArray[np.int64], shares: NDArray[np.float32]
 ) -> NDArray[np.int64]:
-    """Leela's numbers (K,) of all legal moves of records (N,), whose shares (N, 1858) say how castling is written."""
+    """Lc0 indices (K,) of all legal moves of records (N,). shares (N, 1858) tell how castling is encoded."""
     row = np.repeat(np.arange(len(records)), np.diff(legal.offset))
     code = legal.moves.astype(np.int64)
     s, t, promotion = code & 63, code >> 6 & 63, code >> 12
     turn = transform[row]
     number = MOVES[promotion, TRANSFORMS[turn, s], TRANSFORMS[turn, t]].astype(np.int64)
     castling = (records["pieces"][row, 2] & 15 == bitboard.KING) & (s == 4) & (np.abs(t - s) == 2)
-    # King takes rook; older programs wrote the king's own two squares, which no other move of a king can mean.
+    # King takes rook; older versions encoded the king's two-square move
     onto = MOVES[0, 4, np.where(t == 6, 7, 0)].astype(np.int64)
     return np.where(castling & (shares[row, onto] >= 0), onto, number)
 
@@ -286,20 +285,20 @@ def lc0_indices(
 # Matrix0's
 
 
-ARRAY_NAMES = {  # array -> its names, and the shape of a row
+ARRAY_NAMES = {  # array -> (accepted names, shape of a row)
     "s": (("s", "states", "positions"), (19, 8, 8)),
     "pi": (("pi", "policy", "policy_targets"), (bitboard.POLICY_SIZE,)),
     "z": (("z", "value", "values", "value_targets"), ()),
     "legal_mask": (("legal_mask",), (bitboard.POLICY_SIZE,)),
 }
 NEEDED = ("s", "pi", "z")
-PART_ROWS = 256  # in a part: 6 MB
-MIN_LEGAL_SHARE = 0.999  # share of the policy that must lie on legal moves
-RESULT_BYTES = 4096  # of the member with a game's result, at most: it is packed, and might unpack to anything
+PART_ROWS = 256  # 6 MB
+MIN_LEGAL_SHARE = 0.999  # of the policy
+RESULT_BYTES = 4096  # limit of the compressed member with the result
 
 
 def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file by our names for them, with `game` and `result` from White's side; every byte is checked."""
+    """Arrays of a file by the keys of ARRAY_NAMES, with `game` and White's `result`; all checksums are verified."""
     with np.load(path, allow_pickle=False) as archive:
         found: dict[str, NDArray[Any]] = {}
         for array, (names, row) in ARRAY_NAMES.items():
@@ -307,7 +306,7 @@ def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
             if not name and array not in NEEDED:
                 continue
             if not name:
-                raise ValueError(f"it holds no array '{array}' (nor {', '.join(names[1:])}) but {archive.files}")
+                raise ValueError(f"it has no array '{array}' (or {', '.join(names[1:])}), only {archive.files}")
             values = archive[name]
             if array == "z" and values.shape[1:] == (1,):
                 values = values[:, 0]
@@ -325,7 +324,7 @@ def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class Matrix0Data:
-    """NPZ files of planes s (N, 19, 8, 8) as White sees them, policy pi (N, 4672) and value z (N,)."""
+    """Matrix0 NPZ files: planes s (N, 19, 8, 8) of White's board, policy pi (N, 4672), value z (N,)."""
 
     source: ClassVar[str] = "matrix0"
 
@@ -333,7 +332,7 @@ class Matrix0Data:
         try:
             found = _arrays_of(path)
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged or no NPZ file of Matrix0's data: {error}") from error
+            raise ValueError(f"{path} is damaged or no Matrix0 training data: {error}") from error
         for number, start in enumerate(range(0, len(found["z"]), PART_ROWS)):
             data = io.BytesIO()
             rows = {name: array[start : start + PART_ROWS] if array.ndim else array for name, array in found.items()}
@@ -373,15 +372,15 @@ class Matrix0Data:
             faults.append(((listed != np.diff(legal.offset)) | (listed != mask.sum(1)), "legal moves differ"))
 
         def detail(row: int, reason: str) -> str:
-            return f"sum of the policy {total[row]:.3f}, of it {coverage[row]:.1%} on legal moves, value {z[row]:.3f}"
+            return f"policy sum {total[row]:.3f}, {coverage[row]:.1%} of it on legal moves, value {z[row]:.3f}"
 
         entries = ParseResult(part)
         return entries.result(usable_rows(entries, records, legal, share, faults, detail), len(records))
 
 
 def matrix0_records(s: NDArray[np.float32], faults: Faults) -> Records:
-    """Records (N,) of planes (N, 19, 8, 8), without en passant and targets. What is wrong is added to `faults`."""
-    constant = s[:, 12:, 0, 0]  # planes of one value each
+    """Records (N,) of planes (N, 19, 8, 8), without en passant and targets; appends to `faults`."""
+    constant = s[:, 12:, 0, 0]  # constant planes
     bits = s[:, :12, ::-1] > 0.5  # row 0 is rank 8
     good = (np.abs(s[:, :12, ::-1] - bits) <= TOLERANCE).all((1, 2, 3))
     good &= (np.abs(constant[:, :5] - (constant[:, :5] > 0.5)) <= TOLERANCE).all(1)
@@ -402,7 +401,7 @@ def matrix0_records(s: NDArray[np.float32], faults: Faults) -> Records:
 
 
 def en_passant_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The file (N,) on which a move of `mask` (N, 4672, oriented) takes en passant, -1 where none does."""
+    """En-passant files (N,) implied by a mask of moves (N, 4672) on the oriented board, -1 for none."""
     classes = piece_classes(pieces)
     files = np.full(len(pieces), -1, np.int64)
     for origin in range(32, 40):

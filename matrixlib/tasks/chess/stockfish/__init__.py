@@ -1,1 +1,1 @@
-"""Games and labels made with Stockfish."""
+"""Stockfish: client, position labels, generated data sets."""

@@ -1,6 +1,6 @@
-"""A small UCI client over pipes, without state between searches unless asked for.
+"""A minimal UCI client over pipes.
 
-python-chess's own labels half as many positions a second: it builds boards and scores for every info line.
+python-chess's client labels half as many positions per second, because it parses every info line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-MATE = 32000  # a mate in k moves is stored as sign * (MATE - k); every centipawn score is far below
+MATE = 32000  # a mate in k moves is the score sign * (MATE - k)
 CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
 _OPTION = re.compile(r"option name (.+?) type (.*)")
@@ -27,11 +27,11 @@ Option = int | bool | str
 
 
 class EngineError(RuntimeError):
-    """The engine is absent, speaks no UCI, lacks an option, died, or gave no answer in time."""
+    """The engine is missing, no UCI engine, lacks an option, died or timed out."""
 
 
 class Line(NamedTuple):
-    """One variation: UCI move, score from the mover's side (see MATE), win-draw-loss per mille or None."""
+    """One variation: first move (UCI), score for the side to move (see MATE), win-draw-loss per mille or None."""
 
     move: str
     score: int
@@ -39,9 +39,9 @@ class Line(NamedTuple):
 
 
 def find_stockfish(path: str | Path | None = None) -> Path:
-    """Path of the engine: `path` (a file, or a name on PATH) or `stockfish` on PATH and the usual folders.
+    """Find the engine: `path` (a file or a name on PATH), else `stockfish` on PATH and in the usual folders.
 
-    Raises EngineError that says how to install it.
+    EngineError with install instructions if there is none.
     """
     name = str(path or "stockfish")
     if name.endswith(".js") and Path(name).is_file():  # the npm package `stockfish`
@@ -54,7 +54,7 @@ def find_stockfish(path: str | Path | None = None) -> Path:
 
 
 def score_of(kind: str, value: int) -> int:
-    """The integer score of `score cp 31` or `score mate -2`, cut to 10,000; `mate 0` (the mover is mated) is -MATE."""
+    """Score of `score cp 31` (clipped to CENTIPAWN_LIMIT) or `score mate -2`; `mate 0` is -MATE."""
     value = max(-CENTIPAWN_LIMIT, min(CENTIPAWN_LIMIT, value))
     if kind == "mate":
         return MATE - value if value > 0 else -MATE - value
@@ -62,7 +62,7 @@ def score_of(kind: str, value: int) -> int:
 
 
 def parse_info(lines: list[str]) -> list[Line]:
-    """The last complete block of variations in `lines` (best first); [] where there is none."""
+    """The last complete set of variations in info lines, best first; [] for none."""
     block: list[Line] = []
     for match in filter(None, map(_LINE.search, reversed(lines))):
         wdl = (int(match[4]), int(match[5]), int(match[6])) if match[4] else None
@@ -73,17 +73,16 @@ def parse_info(lines: list[str]) -> list[Line]:
 
 
 def nearest_value(announced: str, value: Option) -> Option:
-    """The nearest value that an option takes, announced as "spin default 1 min 1 max 256": engines ignore others."""
+    """Clip a value to the range announced as "spin default 1 min 1 max 256"; engines ignore others."""
     bounds = re.search(r"^spin .*min (-?\d+) max (-?\d+)", announced)
     return max(int(bounds[1]), min(int(bounds[2]), int(value))) if bounds else value
 
 
 class Stockfish:
-    """One engine process (Threads 1, small hash, win-draw-loss shown). Use as a context manager.
+    """A Stockfish process with one thread, a small hash and win-draw-loss; a context manager.
 
-    path: see `find_stockfish`; a `.js` file is run by `node`. timeout: seconds for any answer. options: as the engine
-    names them, such as {"UCI_LimitStrength": True, "UCI_Elo": 1350}; EngineError for one, or a value, that it does not
-    take.
+    path: see `find_stockfish`; a `.js` file runs in `node`. timeout: seconds per answer. options: UCI options, e.g.
+    {"UCI_LimitStrength": True, "UCI_Elo": 1350}; EngineError for one that the engine does not accept.
     """
 
     def __init__(
@@ -128,8 +127,8 @@ class Stockfish:
         self._ask(f"{''.join(commands)}isready", "readyok")
 
     def _ask(self, text: str, word: str, timeout: float | None = None) -> list[str]:
-        """Send a command; the lines up to and with the first that starts with `word`. An engine that is late is killed,
-        so that the blocking read ends."""
+        """Send a command and read lines up to the first that starts with `word`; on timeout the engine is killed, which
+        ends the blocking read."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timeout, begun = timeout or self.timeout, time.monotonic()
@@ -154,12 +153,12 @@ class Stockfish:
         raise EngineError(f"no `{word}` from {self.name}: {why}")
 
     def new_game(self) -> None:
-        """Forget hash and histories: the next search is a pure function of its position and limit."""
+        """Clear hash and history, so that the next search depends only on position and limit."""
         self._ask("ucinewgame\nisready", "readyok")
 
     def search(self, position: str, limit: str, lines: int = 1) -> list[Line]:
-        """The `lines` best variations, best first; `position` and `limit` as UCI has them after these words and `go`.
-        Raises EngineError where the position has no legal move."""
+        """The `lines` best variations, best first. position, limit: arguments of UCI's `position` and `go`. EngineError
+        for a position without legal moves."""
         taken = nearest_value(self.announced.get("MultiPV", ""), lines)
         command = f"setoption name MultiPV value {taken}\nposition {position}\ngo {limit}"
         if variations := parse_info(self._ask(command, "bestmove")):
@@ -167,7 +166,7 @@ class Stockfish:
         raise self._no_move(position)
 
     def best_move(self, position: str, limit: str) -> str:
-        """The move that the engine plays, often another than its best line's at limited strength; see `search`."""
+        """The move that the engine plays; at limited strength often not that of its best line. See `search`."""
         move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].split()[1]
         if move in ("(none)", "0000"):
             raise self._no_move(position)
@@ -179,7 +178,7 @@ class Stockfish:
     def close(self) -> None:
         """End the process; safe to call twice."""
         self._process.kill()
-        with contextlib.suppress(BrokenPipeError):  # bytes were still on their way to a process that is gone
+        with contextlib.suppress(BrokenPipeError):  # unsent bytes to an ended process
             self._process.communicate()
 
     def __enter__(self) -> Stockfish:

@@ -1,8 +1,8 @@
-"""Labels of positions by Stockfish, and the policy and win-draw-loss targets that they make.
+"""Stockfish labels, and the policy and win-draw-loss targets made from them.
 
-Labels are made on the oriented position with full-move number 32, after `ucinewgame`: Stockfish 15.1's win-draw-loss
-depends on the move number and its search on the hash, so only so is a label a function of the position. From there on
-all is integer arithmetic. Policy level k means exp(-k / 10) times the best move's weight: a softmax at 50 centipawns.
+Labels are computed on the oriented position at full move 32 after `ucinewgame`, so that they depend on the position
+only: Stockfish 15.1's win-draw-loss depends on the move number, its search on the hash. The rest is integer arithmetic.
+Policy level k is exp(-k / 10) times the best move's weight: a softmax with a temperature of 50 centipawns.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from matrixlib.tasks.chess.importers.notation import legal_moves
 from matrixlib.tasks.chess.records import WDL_SUM, policy_index
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, EngineError, Stockfish
 
-FULLMOVE = 32  # at which Stockfish 15.1 calls 100 centipawns a win in half of the games
+FULLMOVE = 32  # where Stockfish 15.1 gives 100 centipawns a win rate of 50 %
 DEEP_LINES = 3
-ALL_LINES = 500  # more than any position has legal moves; the client cuts it to what the engine takes
+ALL_LINES = 500  # MultiPV of all legal moves; the client clips it
 TEMPERATURE = 50  # centipawns
-LEVEL_CENTIPAWNS = 5  # centipawns of a level
-NO_WEIGHT = 81  # levels from here on (more than 400 centipawns behind) have no weight
-DEEP_MARGIN = 10  # centipawns by which a move outside the deep lines is at least behind the last of them
-MAX_CENTIPAWNS = 2000  # scores are cut here: beyond, the rank of winning moves is noise
+LEVEL_CENTIPAWNS = 5
+NO_WEIGHT = 81  # first level without weight, more than 400 centipawns behind
+DEEP_MARGIN = 10  # centipawns, at least, between the last deep line and other moves
+MAX_CENTIPAWNS = 2000  # scores are clipped here; beyond, the order of winning moves is noise
 MATE_VALUE, MATE_STEP, MATE_MOVES = 3000, 50, 15  # a mate in k counts 3000 - 50 min(k, 15) centipawns
 EVEN_CENTIPAWNS = 100.0  # advantage that wins half of the games
 WDL_SCALE = 18.32  # centipawns; 66.13 of 361 engine units at ply 62
@@ -35,15 +35,14 @@ WEIGHTS = np.array(
 
 
 class Label(NamedTuple):
-    """Win-draw-loss per mille of the side to move, and a policy level for each legal move, in ascending order of policy
-    index."""
+    """Win-draw-loss per mille of the side to move, and the policy level of each legal move by policy index."""
 
     wdl: tuple[int, int, int]
     level: list[int]
 
 
 def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
-    """The label of a position with a legal move: all moves at one depth, the best ones at a larger one."""
+    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one."""
     ours = board.copy(stack=False) if board.turn else board.mirror()
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")
@@ -60,10 +59,10 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
 
 
 def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:
-    """Policy level of each move, from the scores of all moves and the deeper ones of the best.
+    """Policy level of each move from shallow scores of all and deep scores of the best moves.
 
-    The deep search decides about its own lines, and that every other move is worse than the last of them by MARGIN:
-    without that, a blunder that only the shallow search likes would keep its weight.
+    Other moves are at least DEEP_MARGIN worse than the last deep line; otherwise a blunder that only the shallow search
+    likes would keep its weight.
     """
     deeper = dict(zip(deep, to_centipawns(np.array(list(deep.values()))).tolist(), strict=True))
     last = min(deeper.values()) - DEEP_MARGIN
@@ -76,7 +75,7 @@ def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int
 
 
 def to_centipawns(scores: np.ndarray) -> np.ndarray:
-    """Stored scores (see `client.MATE`) as centipawns: a shorter mate is better, any mate best."""
+    """Scores (see `client.MATE`) as centipawns; mates count more, shorter ones most."""
     scores = scores.astype(np.int64)
     moves = np.minimum(MATE - np.abs(scores), MATE_MOVES)
     mates = np.sign(scores) * (MATE_VALUE - MATE_STEP * moves)
@@ -84,12 +83,12 @@ def to_centipawns(scores: np.ndarray) -> np.ndarray:
 
 
 def level_weights(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `integer_shares`."""
+    """Policy weights (K,) uint16 of levels (K,) with row offsets (N + 1,), see `integer_shares`."""
     return integer_shares(WEIGHTS[level], offset)
 
 
 class Positions(NamedTuple):
-    """Before their targets are filled in."""
+    """Labelled positions without targets."""
 
     records: np.ndarray  # (n,) RECORD, wdl still 0
     per_mille: np.ndarray  # (n, 3) u2, win-draw-loss of the side to move
@@ -97,7 +96,7 @@ class Positions(NamedTuple):
 
 
 def assemble(positions: Positions) -> Batch:
-    """The batch that is stored: win-draw-loss and policy targets filled in."""
+    """Shard batch with win-draw-loss and policy targets."""
     records = positions.records.copy()
     records["wdl"] = wdl_of_shares(positions.per_mille)
     legal = legal_moves(records)
@@ -108,10 +107,9 @@ def assemble(positions: Positions) -> Batch:
 
 
 def integer_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint16]:
-    """Whole amounts (K,) >= 0, up to 1e14 a row, of rows `offset` (n+1,), none of them empty, to shares (K,) u2.
+    """Shares (K,) uint16 of integer amounts (K,) >= 0, up to 1e14 per row, with offsets (N + 1,) of non-empty rows.
 
-    The shares of a row sum to 65535, the first of its greatest amounts gets the remainder; a row of zeros, an unknown
-    policy, stays 0.
+    A row sums to 65535, the first of its largest amounts gets the remainder; zero rows (unknown policy) stay 0.
     """
     if not len(amounts):
         return np.zeros(0, "<u2")
@@ -125,17 +123,17 @@ def integer_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.ui
 
 
 def wdl_of_shares(shares: NDArray[Any]) -> NDArray[np.uint16]:
-    """Win, draw, loss (n, 3), whole amounts or shares of 1, as (n, 3) u2 that sum to 65535; see `integer_shares`."""
+    """Win, draw, loss (N, 3) uint16 with sum 65535 of integer amounts or probabilities, see `integer_shares`."""
     whole = np.rint(shares * 1e9) if shares.dtype.kind == "f" else shares
     return integer_shares(whole.reshape(-1), 3 * np.arange(len(shares) + 1)).reshape(-1, 3)
 
 
 def wdl_of_score(scores: ArrayLike) -> NDArray[np.uint16]:
-    """Win-draw-loss (n, 3) u2 as a record stores it, of scores (n,) from the mover's side (`client.score_of`).
+    """Win-draw-loss (N, 3) uint16 of a record, from scores (N,) of the side to move (`client.score_of`).
 
-    Stockfish 15.1's own model at full move 32, fitted to 17,691 lines of it to 0.003 (root mean square): for x
-    centipawns win = 1 / (1 + exp((EVEN - x) / SCALE)), loss = 1 / (1 + exp((EVEN + x) / SCALE)), draw = the
-    rest. A mate, that is a score beyond `client.CENTIPAWN_LIMIT`, is won or lost for certain.
+    Stockfish 15.1's model at full move 32, fitted to 17,691 of its lines (RMSE 0.003): for x centipawns
+    win = 1 / (1 + exp((EVEN_CENTIPAWNS - x) / WDL_SCALE)), loss = the same of -x, draw = the rest. Mates, scores beyond
+    `client.CENTIPAWN_LIMIT`, are certain.
     """
     score = np.atleast_1d(np.asarray(scores, np.float64))
     x = np.clip(score, -MAX_CENTIPAWNS, MAX_CENTIPAWNS)

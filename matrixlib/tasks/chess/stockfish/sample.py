@@ -1,7 +1,7 @@
-"""A training set made with Stockfish: games against itself, their labelled positions, and the shards of both.
+"""Data sets generated with Stockfish: games against itself, labelled positions, shards.
 
-A game and its labels are a pure function of (parameters, number of the game), so stopped work ends in the same bytes.
-The set that ships was made by this: `sample/sample.npz.xz` holds columns that compress well, 23 bytes a position.
+A game and its labels are a pure function of (parameters, game number), so interrupted work resumes to the same bytes.
+The shipped sample set was made this way; `sample/sample.npz.xz` takes 23 bytes per position.
 """
 
 import io
@@ -50,34 +50,34 @@ from matrixlib.tasks.chess.stockfish.labels import (
 )
 from matrixlib.tasks.shipped import unpack, write_shipped
 
-WORK_FORMAT = 2  # of the work folder, and of the rules that make shards of it
+WORK_FORMAT = 2  # of the work folder and the packing
 # One game per line: number, result, ending, PGN, positions (FEN, repetition, win-draw-loss, levels)
 GAMES_FILE = "games.jsonl"
 FACTS_FILE = "generator.json"
 SAMPLE = Path(__file__).parent.parent / "sample"
 DATA_FILE = "sample.npz.xz"
-_SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class of the other colour
+_SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class -> class of the other colour
 RESULTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2", 2: "*"}
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """How games are played, positions chosen and labelled. Every value is stored beside the data."""
+    """Parameters of games, position sampling and labels, stored with the data."""
 
     seed: int = 0
-    opening_plies: tuple[int, int] = (2, 8)  # plies drawn by score at a high temperature, inclusive
+    opening_plies: tuple[int, int] = (2, 8)  # range of plies sampled by score at a high temperature
     opening_temperature: float = 40.0  # centipawns
-    random_start: float = 0.1  # share of games that start with uniformly random moves instead
+    random_start: float = 0.1  # fraction of games with uniformly random opening moves
     random_plies: tuple[int, int] = (4, 16)
-    nodes: tuple[int, int] = (150, 1500)  # log-uniform, drawn for each game and side
-    noise: tuple[float, float] = (0.0, 0.08)  # share of random moves, drawn for each game and side
-    plies: int = 200  # longer games end with an unknown result
-    keep: float = 0.7  # share of the positions that are labelled
-    keep_first: float = 0.1  # ... of the first four plies, which many games share
-    keep_decided: float = 0.2  # ... where one side is ahead by `decided` centipawns or sees a mate
+    nodes: tuple[int, int] = (150, 1500)  # log-uniform, per game and side
+    noise: tuple[float, float] = (0.0, 0.08)  # range of the fraction of random moves, per game and side
+    plies: int = 200  # maximum; the result of longer games is unknown
+    keep: float = 0.7  # fraction of positions that are labelled
+    keep_first: float = 0.1  # ... in the first four plies, which many games share
+    keep_decided: float = 0.2  # ... with a score of at least `decided` centipawns or a mate
     decided: int = 700
     shallow_depth: int = 4  # all legal moves
-    deep_depth: int = 7  # the best DEEP_LINES moves
+    deep_depth: int = 7  # best DEEP_LINES moves
 
 
 def make_set(
@@ -89,10 +89,10 @@ def make_set(
     workers: int = 2,
     nodes: tuple[int, int] = (150, 1500),
 ) -> dict[str, Any]:
-    """Play and label games in `work`, a subfolder, then pack them into shards with a catalogue in `shards`; resumable.
+    """Generate a data set: play and label games in `work`, pack them into `shards` with a catalogue. Resumable.
 
-    out: folder, empty = reports/sample. nodes: fewest and most nodes of a playing engine. Returns the figures of
-    `generate` and `pack`, and the folder; raises what they raise.
+    out: folder with these subfolders, "" for reports/sample. nodes: range of the playing engines' nodes. Returns the
+    results of `generate` and `pack`, and the folder; errors are theirs.
     """
     if min(games, games_per_chunk, workers, nodes[0]) < 1 or seed < 0 or nodes[0] > nodes[1]:
         raise ValueError(
@@ -103,12 +103,12 @@ def make_set(
     shards, work = folder / "shards", folder / "work"
     with files.writing(folder):
         own = provenance(work)["generator"] if (work / FACTS_FILE).exists() else None
-        for path in sorted(shards.rglob("*.npz")):  # shards of others are not ours to delete
+        for path in sorted(shards.rglob("*.npz")):  # do not delete shards of another source
             if own is None or read_info(path).meta["generator"] != own:
                 raise ValueError(f"{path} was not made from {work}: give another folder as `out`")
         parameters = Parameters(seed=seed, nodes=nodes)
         figures = generate(work, games, parameters, stockfish or None, workers, games_per_chunk=games_per_chunk)
-        if shards.is_dir():  # of fewer games
+        if shards.is_dir():  # from fewer games
             catalogue = Catalogue(shards, warn=False)
             catalogue.remove([row.name for row in catalogue.shards(state=None)])
         figures |= pack(work, shards)
@@ -128,16 +128,16 @@ def generate(
     progress: bool = True,
     games_per_chunk: int = 10,
 ) -> dict[str, Any]:
-    """Play `games` games (rounded up to whole chunks) and label their positions, in `workers` processes.
+    """Play `games` games (rounded up to whole chunks) and label their positions in `workers` processes.
 
-    Finished games are appended to `games.jsonl` in order. Returns the engine's name, the games there are now, and those
-    made by this call. Raises EngineError without a working Stockfish, ValueError for a folder of other work or in use.
+    Games are appended to `games.jsonl` in order. Returns the engine's name and the numbers of games and of new games.
+    EngineError without a working Stockfish, ValueError for a folder in use or with other parameters.
     """
     path, folder = find_stockfish(stockfish), Path(folder)
     with Stockfish(path) as engine:
         name = engine.name
     files.make_folder(folder)
-    busy = ValueError(f"another process makes games in {folder}; wait until it has ended")
+    busy = ValueError(f"another process generates games in {folder}; wait until it has ended")
     with files.exclusive(FileLock(folder / "lock"), busy), open(folder / GAMES_FILE, "ab+") as file:
         facts = {"format": WORK_FORMAT, "engine": name, "parameters": json.loads(json.dumps(asdict(parameters)))}
         have = files.read_json(folder / FACTS_FILE)
@@ -147,7 +147,7 @@ def generate(
             files.write_text(folder / FACTS_FILE, json.dumps(facts, indent=1))
         file.seek(0)
         data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)  # a kill may leave half a line
+        file.truncate(data.rfind(b"\n") + 1)  # drop a truncated line
         done, total = data.count(b"\n"), -(-games // games_per_chunk) * games_per_chunk
         starts = range(done, total, games_per_chunk)
         jobs = [(path, parameters, range(start, min(start + games_per_chunk, total))) for start in starts]
@@ -164,21 +164,21 @@ def generate(
                     os.fsync(file.fileno())
                     bar.update(lines.count(b"\n"))
         except BrokenProcessPool as error:
-            raise EngineError(f"a generator process was killed ({error}); start again to go on") from error
+            raise EngineError(f"a worker was killed ({error}); start again to resume") from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return {"engine": name, "games": max(done, total), "new games": max(0, total - done)}
 
 
 def _play(job: tuple[Path, Parameters, range]) -> bytes:
-    """Some games as lines of `games.jsonl`, in a worker process."""
+    """Worker: games as lines of `games.jsonl`."""
     stockfish, parameters, numbers = job
     with Stockfish(stockfish) as engine:
         return b"".join(json.dumps(make_game(engine, it, parameters)).encode() + b"\n" for it in numbers)
 
 
 def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[str, Any]:
-    """A game with the labels of the positions that were chosen, as JSON data (see GAMES)."""
+    """A game with its labelled positions as JSON data, see GAMES_FILE."""
     moves, scores, result, ending = play_game(engine, number, parameters)
     positions = []
     board, times = chess.Board(), Counter[str]()
@@ -195,8 +195,8 @@ def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[st
 
 
 def play_game(engine: Stockfish, number: int, parameters: Parameters) -> tuple[list[chess.Move], list[int], int, str]:
-    """One game of Stockfish against itself, a pure function of (parameters, number): its moves, the player's score
-    before each (mover's side; the last known one at random moves), and what `game_outcome` says."""
+    """One game of Stockfish against itself, a pure function of (parameters, number): moves, the mover's score before
+    each (at random moves the last known), and `game_outcome`."""
     rng = np.random.default_rng([parameters.seed, number])
     uniform = rng.random() < parameters.random_start
     low, high = parameters.random_plies if uniform else parameters.opening_plies
@@ -235,14 +235,14 @@ def play_game(engine: Stockfish, number: int, parameters: Parameters) -> tuple[l
 
 
 def position_key(board: chess.Board) -> str:
-    """Pieces, side, castling rights and en passant where it is legal: what two equal positions share."""
+    """Repetition key: pieces, side, castling rights and legal en passant."""
     return board.epd(en_passant="legal")
 
 
 def game_outcome(board: chess.Board, occurrences: int, cap: int) -> tuple[int, str] | None:
-    """(result from White's side: 1, 0, -1, 2 unknown, how the game ended), or None while it goes on.
+    """(White's result 1, 0, -1 or 2 unknown, reason), or None while the game goes on.
 
-    Mate comes before fifty moves, as in the rules; repetition and fifty moves end the game without a claim.
+    Mate precedes the fifty-move rule; threefold repetition and the fifty-move rule need no claim.
     """
     if outcome := board.outcome():
         result = 0 if outcome.winner is None else 1 if outcome.winner else -1
@@ -255,7 +255,7 @@ def game_outcome(board: chess.Board, occurrences: int, cap: int) -> tuple[int, s
 
 
 def choose_positions(number: int, scores: list[int], parameters: Parameters) -> np.ndarray:
-    """(plies,) bool: which positions of a game are labelled; a pure function of its arguments."""
+    """Mask (plies,) of the positions of a game to label; a pure function of its arguments."""
     rng = np.random.default_rng([parameters.seed, number, 1])
     share = np.where(np.abs(scores) >= parameters.decided, parameters.keep_decided, parameters.keep)
     share[:4] = parameters.keep_first
@@ -266,7 +266,7 @@ def choose_positions(number: int, scores: list[int], parameters: Parameters) -> 
 
 
 def read_games(work: Path) -> Iterator[dict[str, Any]]:
-    """The finished games of a work folder, in order. ValueError for a damaged file."""
+    """Finished games of a work folder in order; ValueError for a damaged file."""
     path = work / GAMES_FILE
     with open(path, "rb") as file:
         for number, line in enumerate(file):
@@ -278,8 +278,8 @@ def read_games(work: Path) -> Iterator[dict[str, Any]]:
 
 
 def collect(work: Path) -> tuple[Positions, int]:
-    """The positions of all finished games of a work folder in order, without duplicates (mirror images and swapped
-    colours included), and how many were left out. ValueError for a damaged file and a folder without a game."""
+    """Positions of all finished games without duplicates (mirrored and colour-swapped ones included), and the number of
+    duplicates. ValueError for a damaged file and a folder without games."""
     parameters = json.dumps(provenance(work)["generator"]["parameters"], sort_keys=True)
     known: set[bytes] = set()
     parts, total = [], 0
@@ -306,7 +306,7 @@ def collect(work: Path) -> tuple[Positions, int]:
 
 
 def provenance(work: Path) -> dict[str, Any]:
-    """The meta data of shards made from a work folder, but the split; `created` is when the work began."""
+    """Metadata of a work folder's shards except the split; `created` is the start of the work."""
     path = work / FACTS_FILE
     if not path.exists():
         raise ValueError(f"{work} holds no generated games: call generate first")
@@ -322,11 +322,11 @@ def provenance(work: Path) -> dict[str, Any]:
 
 
 def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[ShardInfo]:
-    """Write both splits as shards of SHARD records, game order kept. ValueError where the folder holds shards: a
-    catalogue would take those that grew for damaged, and some of the old would stay in use."""
+    """Write both splits as shards of SHARD_RECORDS in game order. ValueError for a folder with shards: old ones would
+    stay in use, and a catalogue would call changed ones damaged."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.npz")):
-        raise ValueError(f"{folder} holds shards already: give another folder, or delete that one")
+        raise ValueError(f"{folder} holds shards already: give another folder, or delete it")
     validation = in_validation(batch["records"])
     infos = []
     for split, mask in (("train", ~validation), ("validation", validation)):
@@ -339,10 +339,10 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
 
 
 def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
-    """Pack the finished games of `work` into shards in `out`, and write them as `games.pgn` in `work`.
+    """Pack the finished games of `work` into shards in `out`, and write them to `games.pgn` in `work`.
 
-    Returns the numbers of shards, of positions of each split and of duplicates left out. Raises ValueError for an empty
-    or damaged work folder, and where `out` holds shards.
+    Returns the numbers of shards, of positions per split and of duplicates. ValueError for an empty or damaged work
+    folder, and if `out` holds shards.
     """
     work = Path(work)
     positions, duplicates = collect(work)
@@ -356,15 +356,15 @@ def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
 
 
 def reorient(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
-    """Boards (n, 64) of piece classes between oriented and real colours; its own inverse."""
+    """Piece classes (N, 64) between oriented and real boards; its own inverse."""
     boards = squares.reshape(-1, 8, 8).copy()
     boards[black] = _SWAP[boards[black][:, ::-1]]
     return boards.reshape(-1, 64)
 
 
 def encode(positions: Positions) -> bytes:
-    """Positions to the bytes that ship; deterministic. Boards are in real colours, so that those of a game repeat, and
-    policy levels without indices, because the legal moves follow from the board."""
+    """Compress positions, deterministically. Boards are in real colours, which repeat within a game; policy levels need
+    no indices, as the legal moves follow from the board."""
     records = positions.records
     pieces, black = records["pieces"], records["side"] == 1
     first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
@@ -385,7 +385,7 @@ def encode(positions: Positions) -> bytes:
 
 
 def decode(data: bytes) -> Positions:
-    """The inverse of `encode`. The bytes are trusted: their checksum is the caller's to check."""
+    """Inverse of `encode`, for trusted bytes: the caller checks their checksum."""
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as columns:
         column = {name: columns[name] for name in columns.files}
     n = len(column["side"])
@@ -401,7 +401,7 @@ def decode(data: bytes) -> Positions:
 
 
 def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Compresses the positions of a work folder (`generate`) into `folder`, in minutes; returns the manifest."""
+    """Make the shipped sample set from a work folder (minutes); returns its manifest."""
     positions, _ = collect(Path(work))
     meta = provenance(Path(work))
     data = encode(positions)
@@ -412,7 +412,7 @@ def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
 
 
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
-    """The folder with the unpacked shards of the sample set; see `shipped.unpack`."""
+    """Folder of the sample set's unpacked shards, see `shipped.unpack`."""
     return unpack(folder, "sample", _write, cache)
 
 
