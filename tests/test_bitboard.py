@@ -98,7 +98,7 @@ def test_a_board_full_of_queens_overruns_nothing() -> None:
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"\(N, 32\)"):
         bitboard.ssl_maps(np.zeros(32, np.uint8))
-    with pytest.raises(ValueError, match="each value beside them"):
+    with pytest.raises(ValueError, match=r"columns \(N,\), got"):
         bitboard.legal_moves(np.full((2, 32), 0xCC, np.uint8), [0], [-1, -1])
     with pytest.raises(ValueError, match=r"\(N, 12\)"):
         bitboard.pieces_of(np.zeros((1, 13), np.uint64))

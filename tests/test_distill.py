@@ -454,7 +454,7 @@ def test_features_are_switched_off_for_good_where_the_held_out_loss_gets_worse(
 def test_features_that_cannot_be_had(teacher: str) -> None:
     with pytest.raises(ConfigError, match=r"the cache holds no features: set teacher\.cache to false"):
         load_config("demo", {"teacher": {"network": "x", "features": 0.1, "cache": True}})
-    for layers, who in (([[0, 1]], "teacher has 1 blocks, .* none of number 1"), ([[2, 0]], "student has 1 blocks")):
+    for layers, who in (([[0, 1]], "teacher has 1 blocks, .* no block 1"), ([[2, 0]], "student has 1 blocks")):
         with pytest.raises(ValueError, match=rf"teacher\.layers: the {who}"):
             student(teacher, features=0.1, layers=layers)
     net = random_net()

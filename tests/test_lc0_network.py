@@ -120,21 +120,21 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
     whole = made()
     packed, head = gzip.compress(whole), whole[:5]
     unpacked = {
-        "empty": (b"", "does not start"),
-        "a length that is not there": (head + b"\x52\xff\xff\xff\xff\x7f", "bytes behind its message"),
-        "a number without an end": (head + b"\xff" * 12, "number without an end"),
+        "empty": (b"", "no header"),
+        "a length that is not there": (head + b"\x52\xff\xff\xff\xff\x7f", "bytes after its message"),
+        "a number without an end": (head + b"\xff" * 12, "unterminated integer"),
         "attention body": (made(network_format=3).replace(b"\x18\x03", b"\x18\x06", 1), "attention body"),
         "attention policy": (made(policy=3), "attention policy"),
         "another input": (made(inputs=3), "canonical planes"),
         "another encoding": (made(encoding=2), "encoding 2"),
         "blocks of two widths": (made(further=(3,)), "size mismatch for tower.1.reduce"),
-        "odd filters": (made(parts={1: message((1, np.ones(1009)))}), "no multiple"),
+        "odd filters": (made(parts={1: message((1, np.ones(1009)))}), "not a multiple"),
         "too few moves": (made(3, 1, parts={4: np.ones(1857 * 128), 5: np.ones(1857)}), "size mismatch for moves"),
         "not finite": (made(parts={8: b"\x0d\x00\x00\xc0\x7f" + lc0_files.field(3, bytes(10))}), "not finite"),
     }
     return {
         "cut": (packed[:-20], "cut short"),
-        "damaged": (packed[:90] + b"\xff\xff" + packed[92:], "damaged|kind|bytes|number|weights"),
+        "damaged": (packed[:90] + b"\xff\xff" + packed[92:], "damaged|type|bytes|integer|weights"),
         **{name: (gzip.compress(data), reason) for name, (data, reason) in unpacked.items()},
     }
 
@@ -143,7 +143,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
 def test_a_file_that_is_of_no_use_is_named(tmp_path: Path, kind: str) -> None:
     data, reason = bad_files()[kind]
     (tmp_path / "bad.pb.gz").write_bytes(data)
-    with pytest.raises(ValueError, match=f"bad.pb.gz is no network of Lc0 that can be read: .*({reason})"):
+    with pytest.raises(ValueError, match=f"bad.pb.gz cannot be read as an Lc0 network: .*({reason})"):
         matrixlib.load(tmp_path / "bad.pb.gz")
 
 

@@ -182,7 +182,7 @@ def test_every_row_is_accounted_for(tmp_path, monkeypatch):
         ({"z": np.zeros((), np.float32)}, r"'z' must be numbers of shape"),
         ({"z": np.array([None, 1])}, r"Object arrays cannot be loaded"),
         ({"z": np.array(["a", "b"])}, r"'z' must be numbers"),
-        ({"z": None}, r"no array 'z' \(nor value, values, value_targets\)"),
+        ({"z": None}, r"no array 'z' \(or value, values, value_targets\)"),
     ],
 )
 def test_arrays_of_another_shape_are_named(tmp_path, change, message):

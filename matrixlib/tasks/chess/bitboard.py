@@ -1,9 +1,9 @@
 """Numba-compiled bitboard core: legal moves, make-move, attacks and SSL target maps for whole batches.
 
-Positions are columns of `records.RECORD`, seen from the side to move ("us"), who moves up the board; inside the kernels
-12 uint64 bitboards in the order of the classes. A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none,
-1 N, 2 B, 3 R, 4 Q; castling is the king's two-square move. Every position must have one king a side, which `records`
-checks. Kernels and all they call stay in this file because numba's cache does not see changes made elsewhere.
+Positions are columns of `records.RECORD` on the oriented board, "us" being the side to move; kernels use 12 uint64
+bitboards in the order of the classes. A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none, 1 N, 2 B,
+3 R, 4 Q; castling is the king's two-square move. Positions must have one king per side, which `records` checks. Kernels
+and all they call stay in this file, because numba's cache does not notice changes elsewhere.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
-# Scalars inside a kernel: int64 and uint64. mypy would tell NumPy's from Python's, numba does not.
+# int64 and uint64 scalars inside kernels; Any, as mypy distinguishes NumPy's from Python's
 Int: TypeAlias = Any
 Bits: TypeAlias = Any
 Result = TypeVar("Result")
@@ -35,7 +35,7 @@ EMPTY = 12
 PLANES = 73
 POLICY_SIZE = 64 * PLANES
 PAWN, KNIGHT, BISHOP, ROOK, QUEEN, KING = range(6)
-ANY_PIECE, CASTLING = 6, 7  # kinds of piece in the notation of a move, see `replay`
+ANY_PIECE, CASTLING = 6, 7  # further piece kinds of `replay`'s notation
 NO_MOVE = 0xFFFF
 
 # Policy planes 0-55: ray d * 7 + steps - 1; 56-63: knight jumps; 64-72: 64 + piece (N B R) * 3 + direction.
@@ -57,7 +57,7 @@ def _walk(square: int, dfile: int, drank: int) -> list[int]:
 
 
 def _policy_tables() -> tuple[NDArray[np.int16], U16]:
-    """POLICY_INDEX (65536,) of a move (-1: nothing moves so), and its inverse POLICY_MOVE (4672,), without queens."""
+    """POLICY_INDEX (65536,) by move code, -1 for none, and its inverse POLICY_MOVE (4672,) without queen promotions."""
     index, move = np.full(1 << 16, -1, np.int16), np.full(POLICY_SIZE, NO_MOVE, np.uint16)
     for s in range(64):
         for d, (df, dr) in enumerate(RAYS):
@@ -105,7 +105,7 @@ _E1, _A1, _H1 = np.uint64(1 << 4), np.uint64(1), np.uint64(1 << 7)
 
 
 def _instruction(name: str, result: Any, *options: Any) -> Any:
-    """A processor's instruction on 64 bits, by LLVM's name for it."""
+    """Intrinsic for a 64-bit LLVM instruction."""
 
     def lower(typing_context: Any, x: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -133,7 +133,7 @@ def _several(x: Bits) -> bool:
 
 @kernel
 def _unpack(pieces: U8, bb: U64) -> None:
-    """Nibbles (32,) to 12 bitboards; a 13th element of bb collects the empty squares (and anything above)."""
+    """Nibbles (32,) to 12 bitboards; bb[12] gets empty squares and invalid classes."""
     for j in range(13):
         bb[j] = _ZERO
     for byte in range(32):
@@ -156,16 +156,16 @@ def _pack(bb: U64, pieces: U8) -> None:
 
 
 def _arguments(pieces: ArrayLike, *columns: tuple[ArrayLike, Any]) -> list[Any]:
-    """pieces (N, 32) and columns (N,), C-ordered and writeable, so that every call meets the one compiled signature."""
+    """pieces (N, 32) and columns (N,), C-ordered and writeable, to match the compiled signature."""
     dense = [np.require(array, dtype, ["C", "W"]) for array, dtype in ((pieces, np.uint8), *columns)]
     shapes = [array.shape for array in dense]
     if shapes[0][1:] != (32,) or any(shape != shapes[0][:1] for shape in shapes[1:]):
-        raise ValueError(f"pieces must have shape (N, 32), and each value beside them (N,), not {shapes}")
+        raise ValueError(f"pieces must have shape (N, 32) and columns (N,), got {shapes}")
     return dense
 
 
 def _batched(*dtypes: Any, ragged: Any = ()) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """A kernel as a public function of pieces (N, 32), columns (N,) of these types, and arrays of any length."""
+    """Decorator: a kernel as a function of pieces (N, 32), columns (N,) of these dtypes, and ragged arrays."""
 
     def public(function: Callable[..., Result]) -> Callable[..., Result]:
         compiled = kernel(function)
@@ -237,7 +237,7 @@ def _attackers(bb: U64, s: Int, occupied: Bits, side: Int) -> Bits:
     """Pieces of a side (0 us, 1 them) that attack square s, pins ignored."""
     o = 6 * side
     origin = _bit(s)
-    # A pawn of ours attacks s from where a pawn of theirs on s would attack, and the other way round.
+    # Our pawns attack s from the squares that their pawn on s would attack
     pawns = _pawn_west(origin, side == 1) | _pawn_east(origin, side == 1)
     return (
         (pawns & bb[o])
@@ -276,7 +276,7 @@ def _pinned(bb: U64, side: Int) -> Bits:
     own = _occupied(bb, side)
     their = _occupied(bb, 1 - side)
     e = 6 - 6 * side
-    # With only the enemy as obstacle, a slider that is met has nothing but own pieces before it.
+    # Sliders that see the king through our pieces
     snipers = _rook_attacks(king, their) & (bb[e + ROOK] | bb[e + QUEEN])
     snipers |= _bishop_attacks(king, their) & (bb[e + BISHOP] | bb[e + QUEEN])
     pinned = _ZERO
@@ -306,7 +306,7 @@ def _en_passant_capturers(bb: U64, file: Int) -> Bits:
     while capturers != _ZERO:
         origin = capturers & (_ZERO - capturers)
         capturers ^= origin
-        # Two pawns leave a rank at once, which no pin mask covers: look at the board as it will be.
+        # Two pawns leave a rank, which pin masks miss: test the board after the capture
         after = (occupied ^ origin ^ victim) | target
         if _attackers(bb, king, after, 1) & ~victim == _ZERO:
             legal |= origin
@@ -315,7 +315,7 @@ def _en_passant_capturers(bb: U64, file: Int) -> Bits:
 
 @kernel
 def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
-    """Writes the legal moves in ascending order of from-square; returns how many."""
+    """Write the legal moves in ascending order of from-square; returns their number."""
     if bb[KING] == _ZERO:
         return 0
     n = 0
@@ -323,7 +323,7 @@ def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
     own = _occupied(bb, 0)
     their = _occupied(bb, 1)
     occupied = own | their
-    danger = _attacked(bb, occupied ^ bb[KING], 1)  # without our king: it can't hide behind itself
+    danger = _attacked(bb, occupied ^ bb[KING], 1)  # without our king, which cannot block its own escape
     pinned = _pinned(bb, 0)
     en_passant = _en_passant_capturers(bb, file)
     allowed = _ALL
@@ -387,7 +387,7 @@ def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
 
 @kernel
 def _make(bb: U64, castling: Int, file: Int, clock: Int, move: Int, after: U64) -> tuple[Int, Int, Int]:
-    """Play a legal move; `after` (12,) gets the board as the next mover sees it, the result its state."""
+    """Make a legal move; writes the next mover's board to `after` (12,), returns castling, en-passant file, clock."""
     s, t, promotion = move & 63, move >> 6 & 63, move >> 12
     origin, target = _bit(s), _bit(t)
     kind = 0
@@ -431,7 +431,7 @@ def _make(bb: U64, castling: Int, file: Int, clock: Int, move: Int, after: U64) 
 
 @kernel
 def _sort_moves(moves: U16, keys: U16, n: Int) -> None:
-    """Insertion sort by policy index; moves come grouped by from-square, so this is nearly linear."""
+    """Insertion sort by policy index, nearly linear as moves are grouped by from-square."""
     for i in range(n):
         keys[i] = POLICY_INDEX[moves[i]]
     for i in range(1, n):
@@ -452,15 +452,15 @@ def _grown(old: U16, used: Int, need: Int) -> U16:
 
 @_batched(np.uint8, np.int8)
 def legal_moves(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
-    """All legal moves of N positions, in each position in ascending order of policy index.
+    """Legal moves of N positions, ascending by policy index in each.
 
-    pieces (N, 32), castling (N,), en-passant file (N,) -> moves (K,) uint16, policy indices (K,) uint16 and
-    offsets (N + 1,) int64: position i owns [offsets[i]:offsets[i + 1]].
+    pieces (N, 32), castling (N,), en-passant file (N,) -> moves (K,) uint16, policy indices (K,) uint16, offsets
+    (N + 1,) int64: position i has [offsets[i]:offsets[i + 1]].
     """
     n = pieces.shape[0]
     moves, indices = np.empty(40 * n + 64, np.uint16), np.empty(40 * n + 64, np.uint16)
     offsets = np.zeros(n + 1, np.int64)
-    # No two moves share a policy index, so this can't overflow, whatever the board.
+    # Moves have distinct policy indices, so this cannot overflow
     row_moves, row_keys = np.empty(POLICY_SIZE, np.uint16), np.empty(POLICY_SIZE, np.uint16)
     bb = np.empty(13, np.uint64)
     used = 0
@@ -480,9 +480,10 @@ def legal_moves(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
 
 @_batched(np.uint8, np.int8, np.uint8, np.uint16)
 def make_moves(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tuple[U8, U8, I8, U8]:
-    """Play a legal move (N,) uint16 in each position; the result is oriented for the next mover.
+    """Make a legal move (N,) uint16 in each position.
 
-    Returns pieces (N, 32), castling, en-passant file (only where the capture is legal) and half-move clock (N,).
+    Returns pieces (N, 32), castling, en-passant file (-1 unless a capture is legal), half-move clock (N,), oriented for
+    the next mover.
     """
     n = pieces.shape[0]
     out_pieces, out_castling = np.empty((n, 32), np.uint8), np.empty(n, np.uint8)
@@ -501,7 +502,7 @@ def make_moves(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tup
 
 @kernel
 def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
-    """Whether a legal move is the one that a notation names; see `replay`."""
+    """Whether a legal move matches a notation, see `replay`."""
     s, t, promotion = move & 63, move >> 6 & 63, move >> 12
     kind, target = notation & 7, notation >> 3 & 63
     if kind == CASTLING:
@@ -509,7 +510,7 @@ def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
     if t != (target ^ mirrored) or promotion != notation >> 17 & 7:
         return False
     if kind == KING and abs(s - t) == 2:
-        return False  # castling has a notation of its own
+        return False  # castling has its own notation
     if kind <= KING and bb[kind] & _bit(s) == _ZERO:
         return False
     file, rank = notation >> 9 & 15, notation >> 13 & 15
@@ -518,7 +519,7 @@ def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
 
 @kernel
 def _occurrences(pieces: U8, state: I64, since: Int, row: Int) -> int:
-    """How many of the rows since, ..., row - 1 with the same side to move as row hold its position."""
+    """Number of rows since..row - 1 with the same position and side to move as row."""
     count = 0
     for j in range(row - 2, since - 1, -2):
         if state[j, 0] == state[row, 0] and state[j, 1] == state[row, 1]:
@@ -533,7 +534,7 @@ def _occurrences(pieces: U8, state: I64, since: Int, row: Int) -> int:
 @kernel
 def _replay(start_pieces: U8, start: I64, notation: I32, offset: I64) -> Any:
     games, total = start_pieces.shape[0], notation.shape[0]
-    # A game's last position is a row too, for the count of repetitions; it is taken back after the game.
+    # A game's last position is written for counting repetitions, then overwritten
     pieces, state = np.empty((total + 1, 32), np.uint8), np.empty((total + 1, 4), np.int64)
     game_moves, choice = np.empty(total + 1, np.uint16), np.empty(total + 1, np.int64)
     indices, offsets = np.empty(40 * total + 64, np.uint16), np.zeros(total + 1, np.int64)
@@ -587,7 +588,7 @@ def _replay(start_pieces: U8, start: I64, notation: I32, offset: I64) -> Any:
 
 @_batched()
 def bitboards(pieces: U8) -> U64:
-    """Nibbles (N, 32) to bitboards (N, 12) uint64 in the order of the piece classes."""
+    """Bitboards (N, 12) uint64 in the order of the piece classes, from nibbles (N, 32)."""
     out, bb = np.empty((pieces.shape[0], 12), np.uint64), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
@@ -605,7 +606,7 @@ def _pieces_batch(boards: U64) -> U8:
 
 @_batched(np.int8)
 def legal_en_passant(pieces: U8, file: I8) -> I8:
-    """The en-passant files (N,) int8, -1 where no capture is legal."""
+    """En-passant files (N,) int8, set to -1 unless a capture is legal."""
     out, bb = np.empty(pieces.shape[0], np.int8), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         out[i] = -1
@@ -618,7 +619,7 @@ def legal_en_passant(pieces: U8, file: I8) -> I8:
 
 @_batched()
 def in_check(pieces: U8) -> NDArray[np.bool_]:
-    """Whether the side to move is in check, (N,) bool."""
+    """Mask (N,): side to move in check."""
     out, bb = np.zeros(pieces.shape[0], np.bool_), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
@@ -630,7 +631,7 @@ def in_check(pieces: U8) -> NDArray[np.bool_]:
 
 @_batched(np.uint8, np.int8, ragged=(np.int32, np.int64))
 def mates(pieces: U8, castling: U8, file: I8, indices: I32, offsets: I64) -> NDArray[np.bool_]:
-    """Which of legal moves, policy indices (K,) of N positions cut by offsets (N + 1,), mate."""
+    """Mask (K,) of mating moves among the legal moves `indices` (K,) with offsets (N + 1,)."""
     out = np.zeros(indices.shape[0], np.bool_)
     bb, after, replies = np.empty(13, np.uint64), np.empty(13, np.uint64), np.empty(POLICY_SIZE, np.uint16)
     for i in range(pieces.shape[0]):
@@ -651,7 +652,7 @@ def mates(pieces: U8, castling: U8, file: I8, indices: I32, offsets: I64) -> NDA
 
 @kernel
 def _count(c: tuple[Bits, Bits, Bits, Bits, Bits], x: Bits) -> tuple[Bits, Bits, Bits, Bits, Bits]:
-    """Add a set to 64 counters of five bits each, held bit-sliced (a square has at most 8 + 8 attackers)."""
+    """Add a set to 64 bit-sliced five-bit counters (a square has at most 16 attackers)."""
     c0, c1, c2, c3, c4 = c
     c0, x = c0 ^ x, c0 & x
     c1, x = c1 ^ x, c1 & x
@@ -665,9 +666,8 @@ def ssl_maps(pieces: U8) -> U64:
     """Self-supervised target maps (N, 5) uint64: threat, pin, fork, control_ours, control_theirs.
 
     Attacks are python-chess's `attackers_mask` (pins ignored).
-    threat: attacked by the opponent. pin: pieces of either side pinned to their own king.
-    fork: pieces of either side that attack two or more enemy pieces each of which is the king, worth more
-    (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
+    threat: attacked by the opponent. pin: pieces of either side pinned to their king. fork: pieces of either side that
+    attack at least two enemy pieces which are the king, worth more (P 1, N 3, B 3, R 5, Q 9) or undefended.
     control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
     """
     n = pieces.shape[0]
@@ -707,7 +707,7 @@ def ssl_maps(pieces: U8) -> U64:
             queens = kings | bb[e + QUEEN]
             rooks = queens | bb[e + ROOK]
             minors = rooks | bb[e + KNIGHT] | bb[e + BISHOP]
-            # Pawns both of whose attacked squares are prey, found by going back from it towards each side
+            # Pawns that attack targets on both sides
             forks |= bb[6 * side] & _pawn_east(minors, side == 1) & _pawn_west(minors, side == 1)
             for kind in range(1, 6):
                 prey = rooks if kind <= BISHOP else queens if kind == ROOK else kings
@@ -731,7 +731,7 @@ def ssl_maps(pieces: U8) -> U64:
 
 @kernel
 def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
-    """Map the policy entries of the rows (B,) bool through a table (4672,), in place, and sort each again."""
+    """Map policy indices of the rows of a mask (B,) through a table (4672,) and sort them, in place."""
     for i in range(rows.shape[0]):
         if not rows[i]:
             continue
@@ -746,7 +746,7 @@ def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.boo
 
 
 def pieces_of(boards: ArrayLike) -> U8:
-    """Bitboards (N, 12) uint64 to nibbles (N, 32) uint8; the inverse of `bitboards`."""
+    """Nibbles (N, 32) uint8 from bitboards (N, 12) uint64; inverse of `bitboards`."""
     dense: U64 = np.require(boards, np.uint64, ["C", "W"])
     if dense.shape[1:] != (12,):
         raise ValueError(f"bitboards must have shape (N, 12), not {dense.shape}")
@@ -754,31 +754,30 @@ def pieces_of(boards: ArrayLike) -> U8:
 
 
 class Replay(NamedTuple):
-    """Games that were played through: R positions before a move, of the games that could be played to the end.
+    """Replayed games: R positions before a move, of G games without the failed ones.
 
     state, ends: castling rights, en-passant file, half-move clock, earlier occurrences in the game.
     """
 
     pieces: U8  # (R, 32)
     state: I64  # (R, 4)
-    moves: U16  # (R,) the game's move in each
-    choice: I64  # (R,) where in `indices` that move stands
+    moves: U16  # (R,) move played
+    choice: I64  # (R,) its position in `indices`
     indices: U16  # (K,) policy indices of all legal moves, ascending in each position
     offsets: I64  # (R + 1,)
-    end_pieces: U8  # (G, 32) last position of each game, of a failed one nothing
-    ends: I64  # (G, 4) its state
-    failed: I64  # (G,) number of the move that could not be played; -1 where the whole game could
-    matches: I64  # (G,) how many legal moves the notation of that move fits: 0, or more than one
+    end_pieces: U8  # (G, 32) last position, undefined for a failed game
+    ends: I64  # (G, 4) state of the last position
+    failed: I64  # (G,) index of the first unplayable move, -1 for none
+    matches: I64  # (G,) legal moves that match it: 0 or several
 
 
 def replay(pieces: ArrayLike, start: ArrayLike, notation: ArrayLike, offsets: ArrayLike) -> Replay:
-    """Play G games through, from positions (G, 32) with their start (G, 4): castling rights, en-passant file, half-move
-    clock, whether Black is to move.
+    """Replay G games from positions (G, 32) with start (G, 4): castling rights, en-passant file, half-move clock, Black
+    to move.
 
-    Game g consists of notation[offsets[g]:offsets[g + 1]], each int32 what a notation says about a move: kind
-    (0-5 P N B R Q K, 6 any, 7 castling) | target square << 3 | file of origin << 9 | rank of origin << 13
-    (8 unknown) | promotion << 17 (0 none, 1 N, 2 B, 3 R, 4 Q). Squares and ranks as White sees them, but the
-    target of castling is 6 or 2 for both colours. A move must fit exactly one legal move.
+    Game g is notation[offsets[g]:offsets[g + 1]], an int32 per move: kind (0-5 P N B R Q K, 6 any, 7 castling) | target
+    square << 3 | origin file << 9 | origin rank << 13 (8 unknown) | promotion << 17 (0 none, 1 N, 2 B, 3 R, 4 Q).
+    Squares are White's, except that castling has target 6 or 2 for both colours. A move must match one legal move.
     """
     (boards,), words = _arguments(pieces), np.require(notation, np.int32, ["C", "W"])
     state, bounds = np.require(start, np.int64, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])

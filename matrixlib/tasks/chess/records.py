@@ -1,7 +1,7 @@
-"""The chess record: a position and what is known about it, 55 bytes, always seen from the side to move.
+"""The chess record: a position with its targets in 55 bytes, on the oriented board, the side to move's.
 
-For Black the ranks are mirrored, the files kept and the colours swapped (`chess.Board.mirror`). Policy indices are on
-that board: from-square * 73 + plane, 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63 knight jumps, 64-72
+For Black the ranks are mirrored and the colours swapped (`chess.Board.mirror`). Policy indices are on that board:
+from-square * 73 + plane; planes 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63 knight moves, 64-72
 under-promotions.
 """
 
@@ -19,17 +19,17 @@ from matrixlib.tasks.chess import bitboard
 
 RECORD = np.dtype(
     [
-        ("pieces", "u1", 32),  # square s in nibble s & 1 (low first) of byte s >> 1; 0-5 ours, 6-11 theirs, 12 empty
+        ("pieces", "u1", 32),  # square s: nibble s & 1 (low first) of byte s >> 1; 0-5 ours, 6-11 theirs, 12 empty
         ("castling", "u1"),  # 1 our king's side, 2 our queen's side, 4 and 8 theirs
-        ("en_passant", "i1"),  # file 0-7 where a capture is legal, else -1
-        ("halfmove", "u1"),  # half moves since a capture or pawn move, at most 255
+        ("en_passant", "i1"),  # file 0-7 if a capture is legal, else -1
+        ("halfmove", "u1"),  # half moves since a capture or pawn move, max. 255
         ("repetition", "u1"),  # earlier occurrences of the position: 0, 1, 2 (or more)
         ("side", "u1"),  # 0 White to move, 1 Black
         ("result", "i1"),  # of the game, from the side to move: 1 win, 0 draw, -1 loss, 2 unknown
         ("ply", "<u2"),  # half moves since the start of the game
         ("wdl", "<u2", 3),  # win, draw, loss of the side to move, sum 65535; all 0 unknown
         ("source", "u1"),
-        ("game", "<u8"),  # id of the game, for splits by game
+        ("game", "<u8"),  # game id, for splits by game
     ]
 )
 LAYOUT = Layout("chess", 1, RECORD, {"policy": {"index": np.dtype("<u2"), "weight": np.dtype("<u2")}})
@@ -39,9 +39,9 @@ PIECE_VALUES = (1, 3, 3, 5, 9, 0)  # P N B R Q K, in pawns
 POLICY_SIZE = bitboard.POLICY_SIZE
 
 _NAMES = "unknown stockfish pgn puzzles evaluations epd lc0 matrix0 labelled selfplay"
-SOURCES = {name: number for number, name in enumerate(_NAMES.split())}  # RECORD's `source`: where a position comes from
-VALIDATION_PER_MILLE = 50  # per mille of the games
-SHARD_RECORDS = 32768  # records in a shard
+SOURCES = {name: number for number, name in enumerate(_NAMES.split())}  # origin of a position
+VALIDATION_PER_MILLE = 50  # of the games
+SHARD_RECORDS = 32768
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 Batch = dict[str, np.ndarray]
@@ -54,7 +54,7 @@ _CORNERS = (chess.BB_H1, chess.BB_A1, chess.BB_H8, chess.BB_A8)
 
 
 def parse_fen(fen: str) -> chess.Board:
-    """The board of a FEN. ValueError, naming it, if it is not a FEN or the position can't be played."""
+    """Parse a FEN; ValueError for an invalid one and an illegal position."""
     try:
         board = chess.Board(fen)
     except ValueError as error:
@@ -74,10 +74,10 @@ def _castling(board: chess.Board) -> int:
 
 
 def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
-    """Records (N,) of N boards; `fields` set other columns (a scalar, or N values each).
+    """Records (N,) of N boards. fields: values of other columns, scalar or (N,).
 
-    Unless given, result is unknown, wdl, source and game are 0, ply follows from the full-move number, repetition from
-    the move stack. ValueError names the FEN of a board that can't be played.
+    Defaults: unknown result and wdl, source and game 0; ply from the full-move number, repetition from the move stack.
+    ValueError names the FEN of an illegal position.
     """
     boards = list(boards)
     records = np.zeros(len(boards), RECORD)
@@ -89,7 +89,7 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     black = np.array([not b.turn for b in boards])
     own, other = np.where(black, (masks[:, 6], masks[:, 7]), (masks[:, 7], masks[:, 6]))
     oriented = np.concatenate([masks[:, :6] & own[:, None], masks[:, :6] & other[:, None]], axis=1)
-    oriented[black] = oriented[black].byteswap()  # a byte is a rank
+    oriented[black] = oriented[black].byteswap()  # a byte per rank
     if not (good := valid_positions(oriented)).all():
         board = boards[int(good.argmin())]
         raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
@@ -107,8 +107,8 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
 
 
 def positions_before(board: chess.Board, plies: int) -> Records:
-    """The positions (k,) before a board, in the order of the game: at most so many, as far back as its moves go. The
-    en-passant square of a FEN tells one more, which stands in all the places that are left."""
+    """Up to `plies` positions before a board in game order, from its move stack. If that starts with an en-passant
+    square, the position before it fills the remaining plies."""
     walk, past = board.copy(), list[chess.Board]()
     while walk.move_stack and len(past) < plies:
         walk.pop()
@@ -119,12 +119,12 @@ def positions_before(board: chess.Board, plies: int) -> Records:
 
 
 def reversible_history(board: chess.Board) -> Records:
-    """The positions before a board, latest first, as far back as one of them can come again."""
+    """Positions before a board back to the last irreversible move, latest first."""
     return positions_before(board, min(board.halfmove_clock, len(board.move_stack)))[::-1]
 
 
 def batch_history(boards: Sequence[chess.Board], plies: int) -> Past:
-    """What came before boards (N,), at most so many plies: `positions_before` of each."""
+    """History of boards (N,), up to `plies` positions each, see `positions_before`."""
     states, known = np.zeros((len(boards), plies), RECORD), np.zeros(len(boards), np.int64)
     for row, board in enumerate(boards):
         past = positions_before(board, plies)[::-1]
@@ -133,7 +133,7 @@ def batch_history(boards: Sequence[chess.Board], plies: int) -> Past:
 
 
 def _before_double_step(board: chess.Board) -> Records:
-    """The position (1,) before the double step of an en-passant square; none where no pawn can have made it."""
+    """Position (1,) before the double step of an en-passant square; (0,) if no pawn can have made it."""
     (row,) = records = from_boards([board], repetition=0)
     assert board.ep_square is not None
     file = chess.square_file(board.ep_square)
@@ -150,8 +150,8 @@ def _before_double_step(board: chess.Board) -> Records:
 
 
 def valid_positions(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which of N oriented positions, bitboards (N, 12), are of chess: one king a side, no pawn on the first or last
-    rank, one piece a square, and the side that has just moved is not in check."""
+    """Mask (N,) of legal positions among oriented bitboards (N, 12): one king per side, no pawns on the back ranks, one
+    piece per square, side not to move not in check."""
     kings = np.bitwise_count(boards[:, [5, 11]])
     good = (kings == 1).all(1) & ((boards[:, 0] | boards[:, 6]) & np.uint64(chess.BB_BACKRANKS) == 0)
     pieces = np.bitwise_count(boards).sum(1, dtype=np.int64)
@@ -161,12 +161,12 @@ def valid_positions(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 
 def piece_classes(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Nibbles (N, 32) to the class of the piece on each oriented square (N, 64), 12 empty."""
+    """Piece classes (N, 64) by oriented square, 12 empty, from nibbles (N, 32)."""
     return np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
 
 
 def to_board(record: np.void | Records) -> chess.Board:
-    """The board, in real colours, of one record; full-move number from ply, no move stack."""
+    """The board of one record in real colours, without move stack; full-move number from ply."""
     row = np.atleast_1d(record)[0]
     masks = bitboard.bitboards(row["pieces"][None])[0]
     black, castling, file = bool(row["side"]), int(row["castling"]), int(row["en_passant"])
@@ -193,7 +193,7 @@ def to_board(record: np.void | Records) -> chess.Board:
 
 
 def policy_index(move: chess.Move, turn: chess.Color) -> int:
-    """Policy index 0-4671 of a move made by `turn`, on the oriented board. ValueError if nothing moves so."""
+    """Policy index 0-4671 of a move by `turn`; ValueError for a move that no piece can make."""
     flip = 0 if turn else 56
     promotion = (move.promotion or 1) - 1
     code = (move.from_square ^ flip) | (move.to_square ^ flip) << 6 | promotion << 12
@@ -204,10 +204,10 @@ def policy_index(move: chess.Move, turn: chess.Color) -> int:
 
 
 def move_from_index(index: int, board: chess.Board) -> chess.Move:
-    """The legal move of a policy index for the side to move of a board. ValueError if there is none."""
+    """The legal move of a policy index on a board; ValueError if there is none."""
     code = int(bitboard.POLICY_MOVE[index]) if 0 <= index < POLICY_SIZE else bitboard.NO_MOVE
     if code == bitboard.NO_MOVE:
-        raise ValueError(f"policy index {index} leads to no square of the board")
+        raise ValueError(f"policy index {index} is no move")
     flip = 0 if board.turn else 56
     origin, target, promotion = code & 63, code >> 6 & 63, code >> 12
     queens = not promotion and target >= 56 and board.pawns & chess.BB_SQUARES[origin ^ flip]
@@ -219,15 +219,15 @@ def move_from_index(index: int, board: chess.Board) -> chess.Move:
 
 
 def legal_indices(records: np.void | Records) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-    """Policy indices of all legal moves: values (K,) uint16, ascending in a row; offsets (N + 1,) int64."""
+    """Policy indices (K,) uint16 of all legal moves, ascending per row, and offsets (N + 1,) int64."""
     rows = np.atleast_1d(records)
     return bitboard.legal_moves(rows["pieces"], rows["castling"], rows["en_passant"])[1:]
 
 
 def captured_value(pieces: NDArray[np.uint8], index: NDArray[Any]) -> NDArray[np.int64]:
-    """Value (B, L) by `PIECE_VALUES` of what each move takes, of nibble maps (B, 32) and policy indices (B, L).
+    """Value (B, L) by PIECE_VALUES of the piece captured by each policy index (B, L). pieces: nibbles (B, 32).
 
-    En passant counts as taking nothing, and so does an index below 0.
+    0 without a capture, for en passant and for negative indices.
     """
     value = np.array([*[0] * 6, *PIECE_VALUES, *[0] * 4])[piece_classes(pieces)]
     to = bitboard.POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
@@ -235,9 +235,9 @@ def captured_value(pieces: NDArray[np.uint8], index: NDArray[Any]) -> NDArray[np
 
 
 def play(records: Records, moves: NDArray[np.uint16]) -> Records:
-    """The positions after one legal move (N,) (`bitboard.legal_moves` codes) in each record.
+    """Positions after one legal move (N,) per record (`bitboard.legal_moves` codes).
 
-    Repetition, which needs the game's history, and wdl are 0; result is turned to the new side to move.
+    Repetition and wdl are reset to 0; result is that of the new side to move.
     """
     after = records.copy()
     state = bitboard.make_moves(
@@ -252,11 +252,11 @@ def play(records: Records, moves: NDArray[np.uint16]) -> Records:
     return after
 
 
-# Policy indices of turned boards
+# Policy indices under symmetries
 
 
 def _symmetry_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
-    """(4672,): policy index after the steps' files and ranks are multiplied by 1 or -1, and squares XORed."""
+    """Policy index (4672,) after multiplying files and ranks of moves by 1 or -1 and XORing squares."""
     rays, jumps, under, plane = bitboard.RAYS, bitboard.JUMPS, bitboard.UNDER_FILES, np.arange(bitboard.PLANES)
     for d, (file, rank) in enumerate(rays):
         plane[d * 7 : d * 7 + 7] = rays.index((files * file, ranks * rank)) * 7 + np.arange(7)
@@ -270,36 +270,35 @@ def _symmetry_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
 
 
 absolute_index = _symmetry_table(1, -1, 56)
-"""(4672,): a policy index of Black's, oriented, as Matrix0 has it on absolute squares; its own inverse. Ranks change
-sign, and its under-promotion directions, which are the mover's, swap."""
-mirror_index = _symmetry_table(-1, 1, 7)  # (4672,): the policy index after mirroring left and right; its own inverse
+"""(4672,): Black's oriented policy index -> Matrix0's on absolute squares; its own inverse. Under-promotion directions,
+which are the mover's, swap."""
+mirror_index = _symmetry_table(-1, 1, 7)  # (4672,): policy index after left-right mirroring; its own inverse
 
 
 # Left-right mirror
 
 
 def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Nibble maps (N, 32) with the files a-h turned to h-a."""
+    """Nibbles (N, 32) with mirrored files."""
     ranks = pieces.reshape(-1, 8, 4)[:, :, ::-1]
     swapped: NDArray[np.uint8] = (ranks >> np.uint8(4)) | (ranks << np.uint8(4))
     return swapped.reshape(-1, 32)
 
 
 def mirror_files(files: NDArray[np.int8]) -> NDArray[np.int8]:
-    """En-passant files (N,) after turning a-h to h-a; -1, which is none, stays."""
+    """Mirrored en-passant files (N,); -1 stays."""
     return np.where(files >= 0, 7 - files, files)
 
 
 def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
-    """Mirror the chosen rows (B,) bool of a batch left and right: pieces, en-passant file and policy.
+    """Mirror the rows of a mask (B,) left-right: pieces, en-passant file, policy (with `policy_teacher` if present).
 
-    Indices are sorted again, with their weights and `policy_teacher`, where it is there. Returns a new batch.
-    ValueError if a chosen row has castling rights left: its mirror image is no position of chess.
+    Returns a new batch with sorted policy indices. ValueError for a row with castling rights: it has no mirror image.
     """
     records = batch["records"].copy()
     refused = np.flatnonzero(rows & (records["castling"] != 0))
     if len(refused):
-        raise ValueError(f"row {refused[0]} has castling rights left, so it can't be mirrored: leave it out of rows")
+        raise ValueError(f"row {refused[0]} has castling rights and cannot be mirrored: exclude it from rows")
     records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
     records["en_passant"][rows] = mirror_files(records["en_passant"][rows])
     index, weight = batch["policy_index"].copy(), batch["policy_weight"].copy()
@@ -314,12 +313,11 @@ def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     return mirrored
 
 
-# Keys of positions, ids of games and the split that follows from these: stable for ever, as resumed runs rely on them
+# Keys, ids and the split: stable for ever, as resumed runs and stored data rely on them
 
 
 def position_keys(records: Records) -> list[bytes]:
-    """A key of 128 bits for each record that equal positions share: orientation has taken the colours out, and where
-    no castling right is left, the left-right mirror image counts as equal."""
+    """128-bit key of each position, the same for swapped colours and, without castling rights, for mirror images."""
     pieces, files = records["pieces"], records["en_passant"]
     images, image_files = mirror_pieces(pieces), mirror_files(files)
     keys = []
@@ -333,8 +331,8 @@ def position_keys(records: Records) -> list[bytes]:
 
 
 def position_hashes(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
-    """(n,) u8: equal for equal boards as the side to move sees them, and with `mirrored` for mirror images too. 64
-    bits: good for counting, not for telling positions apart for certain (`position_keys` is)."""
+    """64-bit hashes (N,) of oriented positions, with `mirrored` the same for mirror images. For counting: unlike
+    `position_keys` they may collide."""
     plain = _hash_columns(records["pieces"], records["castling"], records["en_passant"])
     if not mirrored:
         return plain
@@ -359,7 +357,7 @@ def position_ids(records: Records) -> NDArray[np.uint64]:
 
 
 def game_id(*facts: str | bytes) -> int:
-    """A 64-bit id of a game, from whatever tells it apart (its text, a puzzle's source game)."""
+    """64-bit game id, a hash of identifying facts (text, URL of a puzzle's game)."""
     digest = hashlib.blake2b(digest_size=8)
     for fact in facts:
         data = fact.encode() if isinstance(fact, str) else fact
@@ -368,6 +366,6 @@ def game_id(*facts: str | bytes) -> int:
 
 
 def in_validation(records: Records) -> NDArray[np.bool_]:
-    """Which records (n,) are for validation: those of about one game in twenty, whose id is itself a hash."""
+    """Mask (N,) of the validation split: records of one game in twenty, by hashed game id."""
     chosen: NDArray[np.bool_] = records["game"] // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION_PER_MILLE
     return chosen

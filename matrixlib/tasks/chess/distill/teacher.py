@@ -24,14 +24,7 @@ from matrixlib.engine.task import Batch, rows, slice_batch, to_device
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-from matrixlib.tasks.chess.distill.losses import (
-    LAYOUT,
-    RECORD,
-    block_pairs,
-    pack_outputs,
-    reversal_factor,
-    scheduled_temperature,
-)
+from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.losses import PAD_LOGIT
 from matrixlib.tasks.chess.model import tower_depth
@@ -60,7 +53,9 @@ class ChessTeacher:
             if tower is None:
                 remedy = "give its run, or set teacher.features to 0"
                 raise ValueError(f"teacher '{name}' is an ONNX file, without access to its blocks: {remedy}")
-            blocks = tuple(theirs for _, theirs in block_pairs(config.teacher, tower_depth(config.model), len(tower)))
+            blocks = tuple(
+                theirs for _, theirs in soft.block_pairs(config.teacher, tower_depth(config.model), len(tower))
+            )
         return cls(net, config.teacher, net.sha256, blocks)
 
     @property
@@ -79,8 +74,8 @@ class ChessTeacher:
         teacher_features_<k>: `ChessTask.residuals` of `blocks`, in training.
         """
         count, device = rows(batch), batch["pieces"].device
-        temperature = 1.0 if progress is None else scheduled_temperature(self.config, progress)
-        factor = 0.0 if progress is None else reversal_factor(progress)
+        temperature = 1.0 if progress is None else soft.scheduled_temperature(self.config, progress)
+        factor = 0.0 if progress is None else soft.reversal_factor(progress)
         return {
             **batch,
             **({} if "teacher_policy" in batch else self.query(batch, self.blocks if progress is not None else ())),
@@ -118,7 +113,7 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
     paths = {row.name: own / f"{row.name}.outputs" for row in shards}
     missing = [row for row in shards if not is_current(paths[row.name], row, teacher)]
     if not missing:
-        return Sidecars(LAYOUT, paths)
+        return Sidecars(soft.LAYOUT, paths)
     count = sum(row.count for row in missing)
     try:
         own.mkdir(exist_ok=True)
@@ -131,7 +126,7 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
         raise ValueError(
             f"cannot write teacher outputs to {own} ({error}): make it writable, or set teacher.cache to false"
         ) from error
-    return Sidecars(LAYOUT, paths)
+    return Sidecars(soft.LAYOUT, paths)
 
 
 def is_current(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
@@ -139,7 +134,7 @@ def is_current(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
     if not path.exists() or Sidecars.note(path).exists():
         return False
     try:
-        file = Shard(path, LAYOUT)
+        file = Shard(path, soft.LAYOUT)
     except ShardError:
         return False
     known: dict[str, Any] = {"shard": row.sha256, "teacher": teacher.sha256, "count": row.count}
@@ -159,21 +154,23 @@ def _write_sidecar(path: Path, row: ShardRow, teacher: ChessTeacher, task: Chess
     meta = {"source": row.source, "generator": "teacher", "seed": 0, "split": row.split}
     meta |= {"shard": row.sha256, "rows": shard.fingerprint, "teacher": teacher.sha256}
     meta["created"] = shard.meta["created"]  # same outputs, same bytes
-    write_shard(path, LAYOUT, {"records": np.concatenate(blocks)}, meta)
+    write_shard(path, soft.LAYOUT, {"records": np.concatenate(blocks)}, meta)
     Sidecars.note(path).unlink(missing_ok=True)
 
 
 def _query_block(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
-    """RECORD rows of one block of a shard; zeros for a damaged block, which the loader skips."""
+    """`losses.RECORD` rows of one block of a shard; zeros for a damaged block, which the loader skips."""
     try:
         batch = shard.gather(places)
     except DamagedBlock:
-        return np.zeros(len(places), RECORD)
+        return np.zeros(len(places), soft.RECORD)
     inputs = task.inputs(batch["records"], batch["policy_index"], batch["policy_offset"])
     parts = []
     for start in range(0, len(places), QUERY_ROWS):
         part = {name: torch.from_numpy(array[start : start + QUERY_ROWS]) for name, array in inputs.items()}
         out = teacher.query(part)
         wdl = out.get("teacher_wdl", torch.zeros(len(part["pieces"]), 3))
-        parts.append(pack_outputs(*(tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"]))))
+        parts.append(
+            soft.pack_outputs(*(tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"])))
+        )
     return np.concatenate(parts)

@@ -9,16 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from matrixlib.play.elo import Rating, rating
-from matrixlib.play.match import (
-    Choice,
-    Match,
-    Player,
-    Turn,
-    play_pairs,
-    random_openings,
-    random_player,
-    search_player,
-)
+from matrixlib.play.match import Choice, Match, Player, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame

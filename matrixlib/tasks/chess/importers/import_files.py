@@ -52,16 +52,8 @@ def import_files(
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
-    storage = Storage(
-        LAYOUT,
-        IMPORT_VERSION,
-        SHARD_RECORDS,
-        STEP_POSITIONS,
-        in_validation,
-        audit.faults,
-        audit.figures,
-        audit.mark_outliers,
-    )
+    checks = audit.faults, audit.figures, audit.mark_outliers
+    storage = Storage(LAYOUT, IMPORT_VERSION, SHARD_RECORDS, STEP_POSITIONS, in_validation, *checks)
     return import_each(jobs, Path(folder), storage, workers, progress, limit)
 
 

@@ -207,7 +207,7 @@ class Lc0:
             if reason != "legal moves differ":
                 return f"input format {raw['input_format'][row]}, flags {raw['flags'][row]}"
             names = map(move_name, np.setxor1d(number[owner == row], np.flatnonzero(share[row] >= 0)).tolist())
-            return f"in one list only (mover's board): {', '.join(sorted(names))}"
+            return f"(mover's board) in one list only: {', '.join(sorted(names))}"
 
         deleted = raw["flags"] & DELETED != 0
         entries.skipped["marked for deletion"] = int(deleted.sum())

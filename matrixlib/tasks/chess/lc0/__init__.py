@@ -1,1 +1,1 @@
-"""Networks of Leela Chess Zero: its weight files, input planes and moves."""
+"""Leela Chess Zero networks: weight files, input planes, moves."""

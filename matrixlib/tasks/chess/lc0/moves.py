@@ -1,7 +1,7 @@
-"""Leela Chess Zero's 1,858 moves, on the board of the side to move (ranks turned for Black).
+"""Lc0's 1,858 moves on the board of the side to move.
 
-In order of from- and to-square come all moves of a queen and a knight, then the promotions of the seventh rank to
-queen, rook and bishop, move by move. A knight's promotion is the plain move, and castling is king takes rook.
+All queen and knight moves by from- and to-square, then the promotions to queen, rook and bishop, move by move. A
+promotion to a knight is the plain move, castling is king takes rook.
 """
 
 import chess
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from matrixlib.tasks.chess import bitboard
 
 POLICY_SIZE = 1858
-CONV_PLANES = 80  # of a convolutional policy; the last seven are not used
-QUEEN = 4  # promotions: 0 none, then N B R Q
+CONV_PLANES = 80  # of a convolutional policy; the last seven are unused
+QUEEN = 4  # promotions: 0 none, 1 N, 2 B, 3 R, 4 Q
 RAYS = ((0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1), (-1, 0), (-1, 1))  # (file, rank)
 JUMPS = ((1, 2), (2, 1), (2, -1), (1, -2), (-1, -2), (-2, -1), (-2, 1), (-1, 2))
 
 
 def _policy_table() -> NDArray[np.int16]:
-    """(5, 64, 64): number of a move by promotion, from and to; -1 where there is none."""
+    """Move index (5, 64, 64) by promotion, from- and to-square, -1 for none."""
     table = np.full((5, 64, 64), -1, np.int16)
     origin, target = np.nonzero(bitboard.POLICY_INDEX[: 1 << 12].reshape(64, 64).T >= 0)
     table[:2, origin, target] = np.arange(len(origin))
@@ -34,15 +34,15 @@ MOVES = _policy_table()
 
 
 def move_name(number: int) -> str:
-    """A move of the 1,858 as its mover sees the board: "a7b8q"."""
+    """UCI text of a move index on the mover's board, e.g. "a7b8q"."""
     promotion, s, t = (int(axis[-1]) for axis in np.nonzero(np.equal(MOVES, number)))
     suffix = "" if promotion < 2 else "nbrq"[promotion - 1]
     return chess.SQUARE_NAMES[s] + chess.SQUARE_NAMES[t] + suffix
 
 
 def slot_table() -> NDArray[np.int64]:
-    """(3, 4672): the move of a policy index of ours by what makes it: another piece, a pawn (whose promotion to a queen
-    has no index of its own), a king (whose castling is its own move).
+    """Lc0 index (3, 4672) of each policy index, by moving piece: 0 others, 1 pawn (queen promotions have no own policy
+    index), 2 king (castling).
     """
     code = np.where(bitboard.POLICY_MOVE == bitboard.NO_MOVE, 0, bitboard.POLICY_MOVE).astype(np.int64)
     s, t, promotion = code & 63, code >> 6 & 63, code >> 12
@@ -55,9 +55,8 @@ def slot_table() -> NDArray[np.int64]:
 
 
 def plane_table() -> NDArray[np.int64]:
-    """(1858,): where a move stands in a convolutional policy (80, 64), flattened: 56 planes of queen moves (8
-    directions, 7 lengths), 8 of knights, 3 (rook, bishop, queen) for each direction of a pawn's promotion, at the
-    square it leaves.
+    """Position (1858,) of each move in the flattened convolutional policy (80, 64), by from-square: 56 planes of queen
+    moves (8 directions, 7 lengths), 8 of knight moves, 3 (rook, bishop, queen) per direction of a promotion.
     """
     table = np.zeros(POLICY_SIZE, np.int64)
     for promotion, s, t in zip(*(axis.tolist() for axis in np.nonzero(MOVES >= 0)), strict=True):

@@ -1,7 +1,7 @@
-"""Networks of Leela Chess Zero in the place of our own: residual ones, their 112 planes, and the task that uses them.
+"""Lc0's residual networks, their 112 input planes, and the task to use them.
 
-Shapes: B positions, 112 planes of 8 rows (ranks of the side to move, its first one first) and 8 columns (files), all
-eight boards seen from the side that is to move now. Nothing is copied from the host.
+Shapes: B positions, 112 planes, 8 rows (row 0 = rank 1 of the side to move), 8 columns (files); all eight boards are
+seen from the current side to move. No copies from the host.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETIT
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import ChessTask, device_table, packed_state
 
-HISTORY_PLIES = 7  # boards before the newest one
+HISTORY_PLIES = 7
 EMPTY = 12
 PAWN, KING, THEIR_PAWN = 0, 5, 6
 
 
 class Block(nn.Module):
-    """Two convolutions, squeeze-and-excitation with a scale and a shift for each channel, and the way past them."""
+    """Residual block with squeeze-and-excitation (scale and shift per channel)."""
 
     def __init__(self, filters: int, units: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Lc0Network(nn.Module):
-    """The network that the arrays of a weight file make. ValueError where one does not fit the others."""
+    """A network from the arrays of a weight file; ValueError for inconsistent shapes."""
 
     order: Tensor
 
@@ -60,7 +60,7 @@ class Lc0Network(nn.Module):
         width = {name.removesuffix(".bias"): len(array) for name, array in arrays.items() if name.endswith(".bias")}
         filters, blocks = width["input"], sum(name.endswith("conv1") for name in width)
         self.wdl, self.conv_policy = width["value2"] == 3, "policy1" in width
-        with torch.device("meta"):  # without memory for the sizes that a file claims
+        with torch.device("meta"):  # a file may claim sizes that do not fit in memory
             self.input = nn.Conv2d(PLANES, filters, 3, padding=1)
             self.tower = nn.ModuleList(Block(filters, width.get("tower.0.reduce", 0)) for _ in range(blocks))
             if self.conv_policy:
@@ -79,8 +79,8 @@ class Lc0Network(nn.Module):
             raise ValueError(" ".join(str(error).split())) from None
 
     def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
-        """Of "policy" (B, 1858) logits, "value" (B, 3) win-draw-loss logits or (B,) in -1..1, and "stream", what goes
-        into the blocks and what comes out of each, (B, C, 8, 8), what `heads` names; the first two unless given; fp32.
+        """Outputs that `heads` names, default the first two: "policy" fp32 logits (B, 1858); "value" fp32 win-draw-loss
+        logits (B, 3) or values (B,) in [-1, 1]; "stream": input of the first block and output of each (B, C, 8, 8).
         """
         names = DEFAULT_HEADS if heads is None else heads
         x = F.relu(self.input(planes))
@@ -102,7 +102,7 @@ class Lc0Network(nn.Module):
 
 @dataclass(frozen=True)
 class Lc0Task(ChessTask):
-    """Chess as a network of Lc0 sees it: the position and seven before it. Such networks are used, not trained."""
+    """Chess task of an Lc0 network, with seven positions of history; for inference only."""
 
     input_planes: ClassVar[int] = PLANES
     history: ClassVar[int] = HISTORY_PLIES
@@ -110,7 +110,7 @@ class Lc0Task(ChessTask):
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
     ) -> dict[str, np.ndarray]:
-        """As a ChessTask's, and what came before each position where it is given, see `planes`."""
+        """`ChessTask.inputs` plus the history, see `planes`."""
         out = super().inputs(rows, index, offset)
         if past is not None:
             out |= {"past": np.ascontiguousarray(past.states["pieces"]), "past_state": packed_state(past.states)}
@@ -118,7 +118,7 @@ class Lc0Task(ChessTask):
         return out
 
     def build_model(self) -> PolicyValueNet:
-        raise ValueError("networks of Lc0 come from their weight files: they are not trained here")
+        raise ValueError("Lc0 networks are read from weight files and cannot be trained")
 
     def planes(self, batch: Batch) -> Tensor:
         return planes(batch)
@@ -131,15 +131,13 @@ class Lc0Task(ChessTask):
 
 
 def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
-    """The task and the network of a weight file, in fp32 on the CPU. ValueError names the file and what is wrong with
-    it, or what is not supported.
-    """
+    """Task and fp32 network on the CPU from a weight file; ValueError for a damaged or unsupported file."""
     try:
         network = Lc0Network(read(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{Path(path).name} is no network of Lc0 that can be read: {error}") from None
+        raise ValueError(f"{Path(path).name} cannot be read as an Lc0 network: {error}") from None
     kind = "wdl" if network.wdl else "scalar"
     config = ChessConfig.model_validate({"task": "chess", "model": {"ssl": [], "value": {"kind": kind}}})
     return Lc0Task(config), network
@@ -148,12 +146,12 @@ def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
 def planes(batch: Mapping[str, Tensor]) -> Tensor:
     """Input planes (B, 112, 8, 8) float32 on the device of the batch.
 
-    batch: `pieces` and `state` as for our own networks; maybe the boards before in the same form, the newest first,
-    `past` u8 (B, H, 32) and `past_state` i16 (B, H, 6), each seen from its own side to move, `known` i16 (B,) of them.
+    batch: `pieces` and `state` as in `ChessTask.prepare`; optionally the history, newest first, in the same form and
+    each from its own side to move: `past` uint8 (B, H, 32), `past_state` int16 (B, H, 6), `known` int16 (B,) of H.
 
-    Of each board, the newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 a repetition. 104-107 castling rights, queen's
-    side before king's, ours before theirs; 108 Black to move; 109 the half-move clock; 111 ones. Missing boards are the
-    oldest one again (Lc0's `fen_only`), before its double step if any; before the start of a game they stay empty.
+    Per board, newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 repetition. 104-107 castling rights (our queen's side,
+    our king's, theirs), 108 Black to move, 109 half-move clock, 111 ones. Unknown boards repeat the oldest one, before
+    its double step if any (Lc0's `fen_only`); before the initial position they are empty.
     """
     pieces, state = batch["pieces"][:, None], batch["state"][:, None]
     if "past" in batch:
@@ -185,7 +183,7 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def lc0_index(batch: Mapping[str, Tensor]) -> Tensor:
-    """Lc0's number (B, L) int64 of each of `policy_index` (B, L), 0 in pads."""
+    """Lc0 move indices (B, L) int64 of `policy_index` (B, L), arbitrary in pads."""
     index = batch["policy_index"].long().clamp(min=0)
     piece = unpack_pieces(batch["pieces"]).gather(1, index // 73)
     kind = piece.eq(PAWN).long() + 2 * piece.eq(KING).long()
@@ -193,13 +191,13 @@ def lc0_index(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _reorient(side: Tensor, boards: Tensor, own: Tensor) -> Tensor:
-    """Boards (B, H, 64) that are seen from `own` (B, H), seen from `side` (B, 1)."""
+    """Boards (B, H, 64) from the view of `own` (B, H) to that of `side` (B, 1)."""
     turned = torch.where(boards == EMPTY, EMPTY, (boards + 6) % 12).unflatten(2, (8, 8)).flip(2).flatten(2)
     return torch.where((side != own)[:, :, None], turned, boards)
 
 
 def _undo_double_step(boards: Tensor, file: Tensor) -> Tensor:
-    """Boards (B, 64) before their pawn's double step on a file (B, 1), which is -1 where there was none."""
+    """Boards (B, 64) before the double step of a pawn on `file` (B, 1), -1 for none."""
     square = torch.arange(64, dtype=torch.int16, device=boards.device)
     stepped = file >= 0
     boards = torch.where(stepped & (square == file + chess.A5), EMPTY, boards)
@@ -207,5 +205,5 @@ def _undo_double_step(boards: Tensor, file: Tensor) -> Tensor:
 
 
 def _start_position() -> Tensor:
-    """Piece classes (64,) uint8 at the start of a game."""
+    """Piece classes (64,) uint8 of the initial position."""
     return unpack_pieces(torch.from_numpy(from_boards([chess.Board()])["pieces"].copy()))[0]

@@ -1,8 +1,8 @@
-"""Weight files of Leela Chess Zero (`.pb.gz`): a gzip of the message `Net`, read without code of its own.
+"""Reader of Lc0 weight files (`.pb.gz`): a gzipped protocol buffer `Net`, parsed without generated code.
 
-Residual networks are read, with and without squeeze-and-excitation, with a classical or convolutional policy and a
-scalar or win-draw-loss value; a moves-left head is passed over. The file has no shapes: they follow from lengths.
-The format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
+Supported: residual networks with or without squeeze-and-excitation, classical or convolutional policy, scalar or
+win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of the arrays.
+Format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
 import gzip
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 PLANES = 112
 MAGIC = b"\x0d\xc0\x01\0\0"
 EPS = 1e-5
-MAX_BYTES = 1 << 30  # of what a file unpacks to
+MAX_BYTES = 1 << 30  # decompressed
 LINEAR16 = 1
-FORMATS = {  # field, and the values that are supported
+FORMATS = {  # name -> (field, supported values)
     "input": (1, (0, 1)),
-    "network": (3, (0, 1, 2, 3, 4)),  # without and with squeeze-and-excitation; of 3 and 4 the heads are told apart
+    "network": (3, (0, 1, 2, 3, 4)),  # with and without squeeze-and-excitation; 3 and 4 specify the heads
     "policy": (4, (0, 1, 2)),
     "value": (5, (0, 1, 2)),
     "activation": (7, (0,)),
 }
 FORMAT_NAMES = {
-    ("network", 5): "an ONNX file in a shell",
+    ("network", 5): "an embedded ONNX file",
     ("network", 6): "an attention body",
     ("network", 7): "an attention body with several heads",
     ("input", 2): "112 planes with castling by files",
@@ -41,7 +41,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 
 def read(path: Path | str) -> Arrays:
-    """A network's arrays by the names of `network.Lc0Network`. ValueError says what is wrong or not supported."""
+    """Arrays of a network by the names of `network.Lc0Network`; ValueError for a damaged or unsupported file."""
     data = Path(path).read_bytes()
     if data.startswith(b"\x1f\x8b"):
         try:
@@ -49,15 +49,15 @@ def read(path: Path | str) -> Arrays:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"the gzip file is damaged or cut short ({error}); get it again") from None
     if len(data) > MAX_BYTES:
-        raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MiB, which no network does")
+        raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MiB")
     if not data.startswith(MAGIC):
-        raise ValueError("it does not start as a weight file of Lc0 does")
+        raise ValueError("it has no header of an Lc0 weight file")
     return parse(Message(memoryview(data)))
 
 
 class Message:
-    """A protocol buffer (https://protobuf.dev/programming-guides/encoding); ValueError where it is none, TypeError for
-    a field of another kind. fields: number -> integers, or views of bytes, so that a claimed length takes no memory.
+    """A protocol buffer (https://protobuf.dev/programming-guides/encoding); ValueError if invalid, TypeError for a
+    field of another type. fields: number -> integers, or views of bytes, so that a claimed length takes no memory.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -67,39 +67,39 @@ class Message:
             key, at = _varint(data, at)
             kind = key & 7
             if kind not in (0, 1, 2, 5):
-                raise ValueError(f"a field of the unknown kind {kind} before byte {at}")
+                raise ValueError(f"unknown wire type {kind} before byte {at}")
             value, at = _varint(data, at) if kind in (0, 2) else (8 if kind == 1 else 4, at)
             end = at if kind == 0 else at + value
             if end > len(data):
-                raise ValueError(f"a field that ends {end - len(data):,} bytes behind its message")
+                raise ValueError(f"a field that ends {end - len(data):,} bytes after its message")
             self.fields.setdefault(key >> 3, []).append(data[at:end] if kind else value)
             at = end
 
     def integer(self, number: int) -> int:
-        """An integer field, 0 where it is not set."""
+        """An integer field, default 0."""
         return operator.index(self.fields.get(number, [0])[-1])
 
     def chunk(self, number: int, place: int = -1) -> memoryview:
-        """A field of bytes, empty where it is not set; place: of several."""
+        """A bytes field, default empty. place: index in a repeated field."""
         return memoryview(self.fields.get(number, [b""])[place])
 
     def message(self, number: int, place: int = -1) -> "Message":
-        """A message within it, empty where it is not set."""
+        """A nested message, default empty."""
         return Message(self.chunk(number, place))
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """(an integer of up to ten bytes, where it ends)."""
+    """(integer of up to ten bytes, its end)."""
     value = 0
     for place, byte in enumerate(data[at : at + 10]):
         value |= (byte & 127) << 7 * place
         if byte < 128:
             return value, at + place + 1
-    raise ValueError(f"a number without an end at byte {at}")
+    raise ValueError(f"an unterminated integer at byte {at}")
 
 
 def parse(net: Message) -> Arrays:
-    """The arrays in a message `Net`, as `read` gives them."""
+    """Arrays of a message `Net`, see `read`."""
     policy = _check_format(net.message(4))
     weights = net.message(10)
     if not weights.fields:
@@ -125,30 +125,30 @@ def parse(net: Message) -> Arrays:
 
 
 def _check_format(message: Message) -> int:
-    """The form of the policy; ValueError names what is not supported."""
+    """Check the network format; returns the policy format. ValueError for an unsupported one."""
     form, encoding = message.message(2), message.integer(1)
     found = {name: form.integer(field) for name, (field, _) in FORMATS.items()}
-    if found["network"] < 3:  # from before there were several heads
+    if found["network"] < 3:  # older than the choice of heads
         found |= {"policy": 1, "value": 1}
     bad = [
         FORMAT_NAMES.get(one, "{} format {}".format(*one)) for one in found.items() if one[1] not in FORMATS[one[0]][1]
     ]
     if bad := bad + [f"weights in encoding {encoding}"] * (encoding not in (0, LINEAR16)):
         raise ValueError(
-            f"it has {', '.join(bad)}: not supported. Residual networks with 112 classical planes, ReLU, a classical "
-            "or convolutional policy and 16-bit weights are"
+            f"unsupported: {', '.join(bad)}; supported are residual networks with 112 classical planes, ReLU, a "
+            "classical or convolutional policy and 16-bit weights"
         )
     return found["policy"]
 
 
 def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
-    """A convolution, with its batch norm folded into it."""
+    """A convolution with folded batch norm."""
     weights, *parts = (_layer(name, block, number) for number in range(1, 7))
     outputs, rest = divmod(len(weights), inputs * kernel * kernel)
     if rest or not outputs:
-        raise ValueError(f"{name} has {len(weights):,} weights, no multiple of {inputs} x {kernel} x {kernel}")
+        raise ValueError(f"{name} has {len(weights):,} weights, not a multiple of {inputs} x {kernel} x {kernel}")
     if any(len(part) not in (0, outputs) for part in parts):
-        raise ValueError(f"{name} has biases or a batch norm of other sizes than its {outputs:,} outputs")
+        raise ValueError(f"{name} has biases or a batch norm that do not match its {outputs:,} outputs")
     # Lc0 calls the variances `bn_stddivs`.
     bias, mean, variance, gamma, beta = (
         part if len(part) else np.full(outputs, default)
@@ -164,7 +164,7 @@ def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
 
 
 def _dense(name: str, message: Message, field: int) -> Arrays:
-    """A dense layer, whose weights and biases stand in a field and the next one."""
+    """A dense layer: weights in a field, biases in the next."""
     weights, bias = _layer(name, message, field), _layer(name, message, field + 1)
     if not len(bias) or len(weights) % len(bias):
         raise ValueError(f"{name} has {len(weights):,} weights for {len(bias):,} biases")
@@ -175,10 +175,10 @@ def _dense(name: str, message: Message, field: int) -> Arrays:
 
 
 def _layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
-    """The numbers of a layer, none where it is not there: 16-bit steps from the least to the greatest."""
+    """Values of a layer, empty if absent: 16-bit integers scaled to [min, max]."""
     layer = message.message(number)
     if layer.integer(4) not in (0, LINEAR16):
-        raise ValueError(f"{name} is in encoding {layer.integer(4)}: not supported, only 16-bit linear weights")
+        raise ValueError(f"{name} has encoding {layer.integer(4)}; only 16-bit linear weights are supported")
     low, high = (np.frombuffer(layer.chunk(bound) or bytes(4), "<f4")[0] for bound in (1, 2))
     with np.errstate(all="ignore"):  # what is not finite is named by `parse`
         values = np.frombuffer(layer.chunk(3), "<u2").astype(np.float32) / np.float32(65535) * (high - low) + low

@@ -25,6 +25,7 @@ TEMPERATURE = 50  # centipawns
 LEVEL_CENTIPAWNS = 5
 NO_WEIGHT = 81  # first level without weight, more than 400 centipawns behind
 DEEP_MARGIN = 10  # centipawns, at least, between the last deep line and other moves
+RULES = {"temperature": TEMPERATURE, "step": LEVEL_CENTIPAWNS, "margin": DEEP_MARGIN}  # stored with the data
 MAX_CENTIPAWNS = 2000  # scores are clipped here; beyond, the order of winning moves is noise
 MATE_VALUE, MATE_STEP, MATE_MOVES = 3000, 50, 15  # a mate in k counts 3000 - 50 min(k, 15) centipawns
 EVEN_CENTIPAWNS = 100.0  # advantage that wins half of the games

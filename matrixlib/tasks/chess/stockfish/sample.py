@@ -40,14 +40,7 @@ from matrixlib.tasks.chess.records import (
     position_keys,
 )
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
-from matrixlib.tasks.chess.stockfish.labels import (
-    DEEP_MARGIN,
-    LEVEL_CENTIPAWNS,
-    TEMPERATURE,
-    Positions,
-    assemble,
-    label,
-)
+from matrixlib.tasks.chess.stockfish.labels import RULES, Positions, assemble, label
 from matrixlib.tasks.shipped import unpack, write_shipped
 
 WORK_FORMAT = 2  # of the work folder and the packing
@@ -312,10 +305,9 @@ def provenance(work: Path) -> dict[str, Any]:
         raise ValueError(f"{work} holds no generated games: call generate first")
     generator = json.loads(path.read_text())
     began = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
-    rules = {"temperature": TEMPERATURE, "step": LEVEL_CENTIPAWNS, "margin": DEEP_MARGIN}
     return {
         "source": "stockfish",
-        "generator": {**generator, "packing": rules},
+        "generator": {**generator, "packing": RULES},
         "seed": generator["parameters"]["seed"],
         "created": began.isoformat(timespec="seconds").replace("+00:00", "Z"),
     }
