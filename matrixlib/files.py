@@ -110,13 +110,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     if not path.is_file():
-        raise ValueError(f"{path} is no file: move it away")
+        raise ValueError(f"{path} is not a file: move it")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError("no object")
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, no JSON object ({error}): bring it back or move it away") from error
+        raise ValueError(f"{path} is not a JSON object ({error}): restore or move it") from error
     return data
 
 

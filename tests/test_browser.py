@@ -131,7 +131,7 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str, Pag
     (run,) = (folder.name for folder in reports.glob("demo-*"))
     text = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
     stopped = re.fullmatch(
-        r"KeyboardInterrupt: stopped after (\d+) updates; the same command or notebook goes on from the "
+        r"KeyboardInterrupt: stopped after (\d+) updates; rerun the same command or notebook to resume from the "
         r"checkpoint of update (\d+); curves and report: .+",
         text.strip(),
     )

@@ -175,7 +175,7 @@ def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
         with pytest.raises(ValueError, match=reason):
             of_runs(a, b)
     (reports / "empty").mkdir()
-    with pytest.raises(ValueError, match="'empty' is no run"):
+    with pytest.raises(ValueError, match="'empty' is not a run"):
         compare.read_result(reports / "empty")
 
 

@@ -165,7 +165,7 @@ def student(folder: Path, teacher: str, **options: Any) -> Run:
 def test_training_reads_the_cache_and_asks_nobody(
     folder: Path, teacher: str, monkeypatch: pytest.MonkeyPatch, reports: Path
 ) -> None:
-    """A file that is damaged meanwhile is named, and not its shard, and made anew when the run is opened again. As of
+    """A file that is damaged meanwhile is named, and not its shard, and recomputed when the run is opened again. As of
     shards no block is read before its rows are, so that opening costs nothing.
     """
     with closing(student(folder, teacher)) as run:
@@ -185,7 +185,7 @@ def test_training_reads_the_cache_and_asks_nobody(
         with pytest.warns(UserWarning, match=r"shard a\.npz, block 1: what belongs to it in ") as warned:
             trained(run, 1)
         (text,) = [str(one.message) for one in warned if "damaged" in str(one.message)]
-        assert f"{path} is damaged, and made anew when the run is opened again; its rows are replaced" in text
+        assert f"{path} is damaged, and recomputed when the run is opened again; its rows are replaced" in text
     with closing(student(folder, teacher, cache=True)):
         assert path.read_bytes() == before
         assert not Sidecars.note(path).exists()

@@ -78,7 +78,7 @@ def test_damaged_neighbours_are_left_out_and_named_once(reports: Path, broken: l
 @pytest.mark.filterwarnings("ignore:run '")
 def test_a_damaged_run_that_is_asked_for_is_named(broken: list[str]) -> None:
     for name in broken:
-        with pytest.raises(ValueError, match=rf"{name}.*(bring it back|move it away)"):
+        with pytest.raises(ValueError, match=rf"{name}.*(restore|move it)"):
             runs.finished_run(name)
 
 
@@ -97,8 +97,8 @@ def test_an_interrupted_run_is_resumed_beside_damaged_ones_but_not_somebody_else
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ("", r"'mine' has no run\.json, but metrics\.jsonl and summary\.json: bring"),
-        ("[", r"mine/run\.json is damaged"),
+        ("", r"'mine' has no run\.json, but metrics\.jsonl and summary\.json: restore"),
+        ("[", r"mine/run\.json is not a JSON object"),
         ('{"requested": {}, "runtime": {}}', r"mine/run\.json has no catalogue"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_run_that_lost_its_configuration_is_not_begun_anew(reports: Path, conf
     (folder / "summary.json").unlink()
     if config is not None:
         (folder / "config.yaml").write_bytes(config)
-    with pytest.raises(ValueError, match=r"mine/config\.yaml: .*; bring it back from a copy, or take another run"):
+    with pytest.raises(ValueError, match=r"mine/config\.yaml: .*; restore it from a backup, or take another run"):
         runs.open_run(run="mine")
 
 

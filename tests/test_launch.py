@@ -71,7 +71,7 @@ def updates(reports: Path) -> int:
 @pytest.mark.parametrize(
     "number, words",
     [
-        (signal.SIGINT, "interrupted; the same command goes on from the last checkpoint"),
+        (signal.SIGINT, "interrupted; rerun the same command to resume from the last checkpoint"),
         pytest.param(signal.SIGTERM, "ended by SIGTERM", marks=pytest.mark.soak),
     ],
 )
@@ -97,7 +97,7 @@ def test_where_no_signal_reaches_the_kernel_the_launcher_ends(
     monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["the kernel"]))
     monkeypatch.setattr(papermill, "execute_notebook", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert launch.main(["--preset", "demo", "--run", "mine"]) == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; rerun the same command to resume" in capsys.readouterr().err
 
 
 def test_sigterm_while_the_kernel_starts_ends_in_one_line(reports: Path) -> None:

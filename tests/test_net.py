@@ -119,7 +119,7 @@ def test_a_compiler_that_fails_is_left_out_but_not_blamed_for_what_fails_later_o
     monkeypatch.setattr(torch, "compile", failing)
     net, batch = Net(plain.model, plain.task, plain.runtime, Serving((4,), True, True)), packed(plain, 4)
     if error is RuntimeError and not good:
-        with pytest.warns(RuntimeWarning, match="going on without it: .*no C\\+\\+ compiler here"):
+        with pytest.warns(RuntimeWarning, match="continuing without it: .*no C\\+\\+ compiler here"):
             outputs = net.predict(batch)
         np.testing.assert_allclose(outputs["value"], plain.predict(batch)["value"], atol=1e-5)
         return
@@ -146,7 +146,7 @@ def test_more_sizes_than_torch_compiles_by_itself_are_compiled_and_beyond_the_li
     for size in range(2, 12):
         net.predict(packed(plain, size))
     assert len(graphs) == 10 > 8
-    with pytest.warns(RuntimeWarning, match="going on without it: .*recompile limit"):
+    with pytest.warns(RuntimeWarning, match="continuing without it: .*recompile limit"):
         outputs = net.predict(packed(plain, 12))
     assert len(graphs) == 10
     np.testing.assert_allclose(outputs["value"], plain.predict(packed(plain, 12))["value"], atol=1e-5)

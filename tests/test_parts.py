@@ -81,8 +81,8 @@ def test_other_parts_are_refused_by_name(given: Any, recorded: Any, problem: str
             {"trunk": lambda config: nn.Conv2d(19, 5, 1)},
             r"trunk: its output for one position is \(1, 5, 8, 8\), expected",
         ),
-        ({"ranks": 2, "schedule": halved}, "ranks 2 and parts of one's own"),
-        ({"preset": "latin_demo", "trunk": made}, "the task latin takes no heads, trunk or losses"),
+        ({"ranks": 2, "schedule": halved}, "ranks 2 and own parts"),
+        ({"preset": "latin_demo", "trunk": made}, "the task latin does not support own heads, trunk or losses"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_run_begins(reports: Path, options: Any, problem: str) -> None:
@@ -177,7 +177,5 @@ def test_parts_of_a_cell_are_trained_killed_and_resumed_bit_for_bit(reports: Pat
     record = json.loads((reports / "whole" / "run.json").read_text())["parts"]
     assert set(record) == {"heads.mobility", "losses.value", "optimizer", "schedule", "trunk"}
     assert "class Mobility(Head):" in record["heads.mobility"]["source"]
-    with pytest.raises(
-        ValueError, match=r"trained with a trunk of its own, __main__:Trunk: give it as load\(run, trunk"
-    ):
+    with pytest.raises(ValueError, match=r"trained with its own trunk, __main__:Trunk: give it as load\(run, trunk"):
         matrixlib.load("whole")

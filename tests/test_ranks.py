@@ -146,7 +146,7 @@ def test_the_others_end_and_name_a_rank_that_is_gone(results: list[dict[str, Any
         assert text.startswith(f"{who} does not answer")
         assert step == 7
         assert seconds < 30
-    assert "goes on from the checkpoint of update 7" in results[0]["lost"][3][0], "rank 0 keeps what was whole"
+    assert "resume from the checkpoint of update 7" in results[0]["lost"][3][0], "rank 0 keeps what was whole"
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_g
     with pytest.raises(KeyboardInterrupt) as interrupt:
         follow()
     assert steps == list(range(1, len(steps) + 1)), "each update is shown once"
-    assert f"goes on from the checkpoint of update {steps[-1]};" in " ".join(interrupt.value.__notes__)
+    assert f"resume from the checkpoint of update {steps[-1]};" in " ".join(interrupt.value.__notes__)
     assert run.summary()["end"] == "interrupted"
     with pytest.raises(ValueError, match="closed file"):  # the ranks cut it back
         log.write({"step": 1})

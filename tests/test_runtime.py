@@ -118,7 +118,7 @@ def test_round_trip_through_json_and_reuse() -> None:
         reuse(stored, ZEN4)
     for strange in ({"device": []}, {"threads": "x"}, {"threads": -1}, {"dtype": "fp8"}, {"reasons": [1]}, {"new": 1}):
         (name,) = strange
-        with pytest.raises(ValueError, match=f"the stored runtime's {name}: .*bring it back"):
+        with pytest.raises(ValueError, match=f"the stored runtime's {name}: .*restore it"):
             Runtime.from_dict(stored | strange)
     del stored["tf32"]
     with pytest.raises(ValueError, match="tf32: Field required"):

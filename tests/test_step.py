@@ -324,7 +324,10 @@ def test_where_the_compiler_fails_the_update_goes_on_without_it() -> None:
     broken, plain = build(ToyTask(**kind)), build(ToyTask(**kind))
     broken.model = Compiled(broken.model)
     messages = [[step(toy_batch(32, seed)).messages for seed in range(2)] for step in (broken, plain)]
-    assert messages == [[("torch.compile failed, going on without it: InductorError: no C++ compiler",), ()], [(), ()]]
+    assert messages == [
+        [("torch.compile failed, continuing without it: InductorError: no C++ compiler",), ()],
+        [(), ()],
+    ]
     assert equal(tensors(broken), tensors(plain))
     plain.model = Compiled(plain.model, good=4)
     plain(toy_batch(32))

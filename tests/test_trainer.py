@@ -203,7 +203,7 @@ ENDINGS: dict[str, type[BaseException] | None] = {
 def test_an_error_in_an_update_leaves_an_emergency_checkpoint_from_before_it(
     tmp_path: Path, whole: Any, ending: str
 ) -> None:
-    """However it ends, the state after the last whole update is saved, and the same command goes on to the same end."""
+    """However it ends, the state after the last whole update is saved, and the same command ends in the same bits."""
     error, (kind, _, when) = ENDINGS[ending], ending.partition(" ")
     number = signal.Signals[kind] if kind.startswith("SIG") else signal.SIGINT
     before, task = signal.getsignal(number), Failing(dropout=0.3, norm="batch")
@@ -224,7 +224,7 @@ def test_an_error_in_an_update_leaves_an_emergency_checkpoint_from_before_it(
         with pytest.raises(error) as caught:
             loop()
         assert caught.value.__notes__ == [
-            "stopped after 7 updates; the same command or notebook goes on from the checkpoint of update 7"
+            "stopped after 7 updates; rerun the same command or notebook to resume from the checkpoint of update 7"
         ]
         assert getattr(caught.value, "code", 143) == 143
     assert signal.getsignal(number) == before
@@ -264,7 +264,7 @@ def test_an_error_while_weights_move_saves_nothing_half_made(
     failing_at(early, 2, monkeypatch)
     with pytest.raises(RuntimeError, match="half-way"):
         list(early.train())
-    with pytest.raises(ValueError, match="no checkpoint yet: open the run anew"):
+    with pytest.raises(ValueError, match="no checkpoint yet: reopen the run"):
         list(early.train())
 
 
@@ -303,7 +303,9 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     with pytest.raises(OSError, match="No space left on device") as caught:
         train(tmp_path, hooks=[(fill, 8)])
     first, last = caught.value.__notes__
-    assert first == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
+    assert (
+        first == "stopped after 8 updates; rerun the same command or notebook to resume from the checkpoint of update 6"
+    )
     assert "heartbeat.json could not be written" in last
     monkeypatch.undo()
     again, stats = train(tmp_path)

@@ -38,8 +38,8 @@ def began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
         (720, {"step_seconds": 90.0}, "training", "training, "),
         (720, {"interval": 600.0}, "training", "training, "),
         (720, {"phase": "evaluation"}, "evaluating", "evaluating, "),
-        (3, {"pid": 2**22 + 1}, "gone", "gone without a word 3.0 s ago after update 1,200 of 20,000: killed"),
-        (3, {"phase": "stopped"}, "stopped", "stopped after update 1,200 of 20,000; the same command goes on"),
+        (3, {"pid": 2**22 + 1}, "gone", "died 3.0 s ago after update 1,200 of 20,000: killed"),
+        (3, {"phase": "stopped"}, "stopped", "stopped after update 1,200 of 20,000; rerun the same command to resume"),
     ],
 )
 def test_a_heartbeat_says_how_a_run_stands(

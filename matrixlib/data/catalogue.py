@@ -100,7 +100,7 @@ class Catalogue:
             raise CatalogueError(f"{self.folder}: no such folder; give a folder of shards, or make it first")
         self.path = self.folder / NAME
         if self.path.is_dir():
-            raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it away, and one is made anew")
+            raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it, and a new one is made")
         self.messages: list[str] = []
         self.remote = (self.folder / REMOTE).is_file()
         present = self.path.is_file() and self.path.stat().st_size > 0  # empty: its writer was killed

@@ -315,7 +315,7 @@ def read_parts(
                 yield done, future.result()
         except BrokenProcessPool as error:
             cause = "a worker process died (was it killed for its memory?)"
-            raise ImportStopped(f"{cause}; call again to go on, with fewer workers") from error
+            raise ImportStopped(f"{cause}; call again to resume, with fewer workers") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -105,7 +105,7 @@ def read(path: Path) -> Checkpoint:
         digests = {group: str(entry["sha256"]) for group, entry in data["groups"].items()}
         return Checkpoint(data["step"], path, tensors, data["state"], digests)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
+        raise DamagedCheckpoint(f"{path.name}: state.json is malformed ({error!r})") from error
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def read_state(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path.name}: no state.json that can be read ({error.strerror})") from error
     digest = _DIGEST.search(raw)
     if digest is None or hashlib.sha256(raw[: digest.start()]).hexdigest().encode() != digest.group(1):
-        raise DamagedCheckpoint(f"{path.name}: state.json is not as it was written (checksum)")
+        raise DamagedCheckpoint(f"{path.name}: state.json is corrupt (checksum mismatch)")
     try:
         data: dict[str, Any] = json.loads(raw)
         schema, step = int(data["schema"]), int(data["step"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
+        raise DamagedCheckpoint(f"{path.name}: state.json is malformed ({error!r})") from error
     if schema != SCHEMA:
         version = data.get("versions", {}).get("matrixlib", "?")
         raise CheckpointError(
@@ -161,7 +161,7 @@ def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, t
     except OSError as error:
         raise DamagedCheckpoint(f"{where} cannot be read ({error.strerror})") from error
     if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
-        raise DamagedCheckpoint(f"{where} is not as it was written (checksum)")
+        raise DamagedCheckpoint(f"{where} is corrupt (checksum mismatch)")
     try:
         if (unpacked := entry.get("unpacked")) is not None:  # check the size before allocating
             if unpacked > max(SMALL_BYTES, MAX_RATIO * size):
@@ -301,8 +301,8 @@ class Checkpoints:
             return checkpoint
         if damage:
             raise CheckpointError(
-                f"every checkpoint to go on from in {self.folder} is damaged: {'; '.join(damage)}. Copy a whole one "
-                f"back from a backup, or start a new run (a new `run` name, or remove that folder)"
+                f"every checkpoint in {self.folder} is corrupt: {'; '.join(damage)}. Restore one "
+                f"from a backup, or start a new run (a new `run` name, or remove that folder)"
             )
         return None
 

@@ -119,7 +119,7 @@ class Ranks:
                 raise
             raise LostRank(
                 f"{missing or 'a rank on another host'} of {self.size} does not answer: killed, out of memory, hung, "
-                "or ended by an error of its own (look above); the same command goes on from the newest checkpoint"
+                "or failed (see above); rerun the same command to resume from the newest checkpoint"
             ) from error
 
     def _missing(self, timed_out: bool) -> str:

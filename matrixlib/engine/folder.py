@@ -30,7 +30,7 @@ def read_run(folder: Path) -> RunFolder:
     record, summary = (files.read_json(folder / name) for name in ("run.json", "summary.json"))
     if not isinstance(requested := record.get("requested"), dict):
         problem = "does not say what was asked for" if (folder / "run.json").exists() else "is missing"
-        raise ValueError(f"{folder / 'run.json'} {problem}: bring it back from a copy, or give another run name")
+        raise ValueError(f"{folder / 'run.json'} {problem}: restore it from a backup, or give another run name")
     task, started, complete = str(requested.get("task", "")), str(record.get("started", "")), summary.get("complete")
     return RunFolder(folder, folder.name, task, started, bool(complete), record, summary)
 
@@ -41,7 +41,7 @@ def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
     try:
         return read_yaml_file(folder / "config.yaml", name), name
     except ConfigError as error:
-        raise ConfigError(f"{error}; bring it back from a copy, or take another run name") from error
+        raise ConfigError(f"{error}; restore it from a backup, or take another run name") from error
 
 
 def whole_runs(root: Path | None = None) -> list[RunFolder]:

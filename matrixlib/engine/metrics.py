@@ -167,7 +167,7 @@ def _parse(line: bytes, path: Path, number: int) -> Row:
     step = row.get("step") if isinstance(row, dict) else None
     if not isinstance(step, int) or isinstance(step, bool):
         text = f"{path.name} line {number} is no JSON object with an integer 'step'"
-        raise ValueError(f"{text}; delete that line to go on without it")
+        raise ValueError(f"{text}; delete that line to continue")
     return _floats(row) if _NAMED.search(line) else row  # walking every row would cost more than parsing it
 
 

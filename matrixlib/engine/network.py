@@ -101,6 +101,6 @@ class Network:
             if isinstance(error, RuntimeError) and (size in self._tried or out_of_memory(error)):
                 raise
             reason = " ".join(str(error.__cause__ or error).split())[:200]
-        warnings.warn(f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"torch.compile failed, continuing without it: {reason}", RuntimeWarning, stacklevel=2)
         self._compiled = None
         return self.task.predict(self.model, tensors, heads)

@@ -171,7 +171,7 @@ class Step:
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
             way = f"set optim.optimiser to {other} (adamw_8bit without bitsandbytes is adamw)"
-            raise ValueError(f"its optimiser is {other}, and {own} cannot go on with that state; {way}")
+            raise ValueError(f"its optimiser is {other}, and {own} cannot resume with that state; {way}")
         self.micro_batch = min(self.micro_batch, state["micro_batch"] or self.micro_batch)
         optim.load_tensors(self.model, tensors["model"])
         optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], state["optimiser_counters"])
@@ -229,7 +229,7 @@ class Step:
             optim.copy_tensors(self._buffers, self._before)
             if problem == "compiler":  # a real error of the model returns uncompiled
                 self.model = unwrap(self.model)
-                messages.append(Message(Event.COMPILER, f"torch.compile failed, going on without it: {text[:200]}"))
+                messages.append(Message(Event.COMPILER, f"torch.compile failed, continuing without it: {text[:200]}"))
                 continue
             size = self.ranks.same(min(self.micro_batch, rows(batch)))
             self.micro_batch = -(-size // 2)

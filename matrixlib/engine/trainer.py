@@ -170,7 +170,7 @@ class Trainer:
 
     def _updates(self, stop: int | None) -> Generator[Stats]:
         if not self._between_updates and not self.resume() and not self._between_updates:  # interrupted half-way
-            raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
+            raise ValueError("an update was broken off half-way and there is no checkpoint yet: reopen the run")
         self.model.train()
         self._memory.begin()
         self.write_heartbeat("training", force=True)
@@ -458,7 +458,7 @@ class Trainer:
             error.add_note(str(failed))
         last = max(self.checkpoints.steps(), default=-1)
         where = f"from the checkpoint of update {last}" if last >= 0 else "from the start"
-        error.add_note(f"stopped after {self.step} updates; the same command or notebook goes on {where}")
+        error.add_note(f"stopped after {self.step} updates; rerun the same command or notebook to resume {where}")
 
     def write_heartbeat(self, phase: str, force: bool = False) -> None:
         """heartbeat.json, every `train.heartbeat_seconds`, by the main loop (no thread): proof of progress."""

@@ -117,7 +117,7 @@ class Runtime:
         except ValidationError as error:
             first = error.errors()[0]
             name, problem = first["loc"][0], first["msg"]
-            raise ValueError(f"the stored runtime's {name}: {problem}; bring it back, or start a new run") from None
+            raise ValueError(f"the stored runtime's {name}: {problem}; restore it, or start a new run") from None
 
 
 @dataclass(frozen=True)

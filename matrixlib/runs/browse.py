@@ -58,7 +58,7 @@ def rows(run: str) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl; ValueError if there are none."""
     found = metrics.read(_folder(run) / "metrics.jsonl")
     if not found:
-        raise ValueError(f"run '{run}' has made no update yet")
+        raise ValueError(f"run '{run}' has no updates yet")
     return found
 
 

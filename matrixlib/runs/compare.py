@@ -125,7 +125,7 @@ def read_result(folder: Path) -> RunResult:
     record, path = files.read_json(folder / "run.json"), folder / "metrics.jsonl"
     rows = metrics.read(path) if path.exists() else []
     if not (record and rows):
-        raise ValueError(f"'{folder.name}' is no run, or has made no update yet")
+        raise ValueError(f"'{folder.name}' is not a run, or has no updates yet")
     options = dotted(read_run_config(folder)[0])
     return RunResult(folder, record, options, rows, files.read_json(folder / "summary.json"))
 

@@ -194,7 +194,7 @@ class RunData:
             path = self._sidecars.paths[name]
             with contextlib.suppress(OSError):  # read-only folder
                 self._sidecars.note(path).touch()
-            reason = f"what belongs to it in {path} is damaged, and made anew when the run is opened again"
+            reason = f"what belongs to it in {path} is damaged, and recomputed when the run is opened again"
             restored = ""
         if (count := len(lost)) < 4 or count.bit_count() == 1:  # then the 4th, 8th, 16th ...
             where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"

@@ -65,7 +65,7 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
             if launcher.returncode:
                 text = log.read_text(encoding="utf-8", errors="replace").rstrip()
                 first = FAILURE.search(text)  # later failures follow from it
-                raise RunError(first.group() if first else text.rpartition("\n")[2] or "the ranks ended without a word")
+                raise RunError(first.group() if first else text.rpartition("\n")[2] or "the ranks ended without output")
         except GeneratorExit:
             _tell(launcher, signal.SIGINT)
             launcher.wait()
@@ -73,7 +73,7 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
         except BaseException as error:
             newest = max(Checkpoints(folder / "checkpoints", 2).steps(), default=-1)
             where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
-            error.add_note(f"the same command or notebook goes on {where}; what the ranks printed: {log}")
+            error.add_note(f"rerun the same command or notebook to resume {where}; what the ranks printed: {log}")
             raise
 
 

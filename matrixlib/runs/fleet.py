@@ -75,7 +75,7 @@ def _in_processes(
                 yield running.pop(future), future.result()
     except BrokenProcessPool as error:
         raise FleetError(
-            "a process was killed, perhaps for want of memory; what was done is kept: start again to go on"
+            "a process was killed, perhaps for want of memory; what was done is kept: start again to resume"
         ) from error
     finally:
         if running:
@@ -178,5 +178,5 @@ def _get(ray: Any, reference: Any) -> Any:
         reason = " ".join(str(error).split())[:500]
         raise FleetError(
             f"a part was lost {MAX_RETRIES + 1} times, perhaps it is what ends its nodes ({reason}); what was done is "
-            "kept: start again to go on"
+            "kept: start again to resume"
         ) from error

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         report.main([folder.name])  # replaces the run's page by the executed notebook
     for error, (words, number) in SIGNALS.items():
         if reason.startswith(error):
-            print(f"{words}; the same command goes on from the last checkpoint", file=sys.stderr)
+            print(f"{words}; rerun the same command to resume from the last checkpoint", file=sys.stderr)
             return 128 + number
     summary = files.read_json(folder / "summary.json")
     if summary.get("complete"):
@@ -123,7 +123,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
         if received or isinstance(error, KeyboardInterrupt):
             return "Terminated" if signal.SIGTERM in received[:1] else "KeyboardInterrupt"
         if isinstance(error, DeadKernelError):
-            return "the notebook's kernel died (killed, or out of memory); the same command goes on"
+            return "the notebook's kernel died (killed, or out of memory); rerun the same command to resume"
         raise
     finally:
         for number, handler in before.items():

@@ -46,7 +46,7 @@ def train(
         if current is not None:  # torchrun kills all when one ends, and rank 0 may still save
             with suppress(RuntimeError):  # rank 0's store is gone
                 current.ranks.after_first("the end")
-        print(f"ended by {number.name}; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"ended by {number.name}; rerun the same command to resume from the last checkpoint", file=sys.stderr)
         return 128 + number
     except Exception as problem:
         which, notes = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE")), getattr(problem, "__notes__", [])

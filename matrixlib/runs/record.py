@@ -104,13 +104,13 @@ def stored_record(folder: Path) -> dict[str, Any]:
         record = dict(read_run(folder).record)
         if lacking := {"runtime", "catalogue"} - record.keys():
             what = " and no ".join(sorted(lacking))
-            raise RunError(f"{folder / 'run.json'} has no {what}: bring it back from a copy, or give another run name")
+            raise RunError(f"{folder / 'run.json'} has no {what}: restore it from a backup, or give another run name")
         return record
     if (folder / "cycle.yaml").exists():
         raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
     if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
         raise RunError(
-            f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "
+            f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: restore it from a backup, or give "
             "another run name"
         )
     return {}

@@ -290,7 +290,7 @@ def open_run(
     parts = Parts(tuple(heads), trunk, losses or {}, schedule, optimizer)
     if parts and ranks > 1:
         raise RunError(
-            f"ranks {ranks} and parts of one's own ({', '.join(parts.named())}): processes are started from a preset "
+            f"ranks {ranks} and own parts ({', '.join(parts.named())}): processes are started from a preset "
             "alone; make a task of your own that has these parts (guides/task.md), or take ranks 1"
         )
     own = distributed.join(requested.runtime.rank_timeout)

@@ -87,7 +87,7 @@ def standing(folder: Path, now: datetime | None = None) -> Standing:
     if isinstance(end := summary.get("end"), str) and end:
         return Standing(end, f"{end} after {updates}: {summary.get('reason', '?')}")
     if beat is not None:
-        return Standing("stopped", f"stopped after {beat.updates}; the same command goes on")
+        return Standing("stopped", f"stopped after {beat.updates}; rerun the same command to resume")
     return Standing("begun", "has not made an update yet")
 
 
@@ -102,7 +102,7 @@ def _alive(beat: Heartbeat, age: float) -> Standing:
     """Status of a run whose last heartbeat, `age` seconds ago, is not its end."""
     if not beat.process_lives():
         ago = duration(max(age, 0.0))
-        text = f"gone without a word {ago} ago after {beat.updates}: killed, or out of memory; the same command goes on"
+        text = f"died {ago} ago after {beat.updates}: killed, or out of memory; rerun the same command to resume"
         return Standing("gone", text)
     doing = {"validation": "validating", "evaluation": "evaluating"}.get(beat.phase, "training")
     # no heartbeats during the final evaluation

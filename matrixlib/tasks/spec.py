@@ -137,7 +137,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
     def with_parts(self, task: Task, parts: Parts) -> Task:
         """The task with the caller's own heads, trunk and losses. ValueError if unsupported."""
         if parts.heads or parts.trunk or parts.losses:
-            raise ValueError(f"the task {self.name} takes no heads, trunk or losses of one's own; chess does")
+            raise ValueError(f"the task {self.name} does not support own heads, trunk or losses; chess does")
         return task
 
     def folder(self, config: ConfigT) -> Path:
@@ -315,7 +315,7 @@ def load_network(
     recorded = read_json(folder / "run.json").get("parts", {})
     if "trunk" in recorded and parts.trunk is None:
         raise ValueError(
-            f"run '{folder.name}' was trained with a trunk of its own, {recorded['trunk']['path']}: give it as "
+            f"run '{folder.name}' was trained with its own trunk, {recorded['trunk']['path']}: give it as "
             "load(run, trunk=...); its source is in run.json"
         )
     model = fresh_model(spec.with_parts(spec.task(config), parts))
