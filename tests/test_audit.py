@@ -15,7 +15,14 @@ from matrixlib.data import imports
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.importers.audit import OUTLIER_Z, columns, faults, figures, outlier_scores, sample
+from matrixlib.tasks.chess.importers.audit import (
+    OUTLIER_Z,
+    faults,
+    outlier_scores,
+    position_statistics,
+    sample,
+    shard_quality,
+)
 from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.records import LAYOUT, to_board
@@ -125,7 +132,9 @@ def test_entropy_of_policies() -> None:
     batch = batch_of(FENS * 50)
     rng, weight = np.random.default_rng(0), batch["policy_weight"]
     weight[:] = rng.integers(0, 65536, len(weight)) * (rng.random(len(weight)) < 0.2)
-    for row, entropy in zip(np.split(weight, batch["policy_offset"][1:-1]), columns(batch)["entropy"], strict=True):
+    for row, entropy in zip(
+        np.split(weight, batch["policy_offset"][1:-1]), position_statistics(batch)["entropy"], strict=True
+    ):
         p = row[row > 0] / row.sum()
         assert entropy == pytest.approx(-(p * np.log(p)).sum() if len(p) else np.nan, abs=1e-9, nan_ok=True)
 
@@ -146,8 +155,8 @@ def test_the_odd_shard_stands_out(tmp_path: Path) -> None:
     assert outlier_scores([]).empty
     for number in range(10):
         batch = batch_of([BARE] * 20 if number == 3 else game(SPANISH), game=number)
-        write(tmp_path, f"s{number}", batch, quality=figures(batch))
-    write(tmp_path, "alone", batch_of([BARE]), source="puzzles", quality=figures(batch_of([BARE])))
+        write(tmp_path, f"s{number}", batch, quality=shard_quality(batch))
+    write(tmp_path, "alone", batch_of([BARE]), source="puzzles", quality=shard_quality(batch_of([BARE])))
     found = outlier_scores(Catalogue(tmp_path).shards())
     assert len(found) == 10, "one of another source has no others to be compared with"
     assert found.index[(found.abs() > OUTLIER_Z).any(axis=1)].tolist() == ["s3.npz"]

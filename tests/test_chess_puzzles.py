@@ -72,7 +72,7 @@ def test_a_line_needs_all_of_its_moves() -> None:
 def test_shares_by_rating_and_theme() -> None:
     items = [puzzle("e2e4", 900, ("fork",)) for _ in range(25)] + [puzzle("d2d4", 1600, ("pin", "fork"))]
     solver = player({chess.Board().board_fen(): "e2e4"})
-    table = puzzles.solve({"one": solver}, items).droplevel("solver")
+    table = puzzles.solve_rates({"one": solver}, items).droplevel("solver")
     assert table["first move"].to_dict() == {  # without pins: one puzzle says nothing about a theme
         "all": 96.2,
         "1-1000": 100.0,
@@ -81,7 +81,7 @@ def test_shares_by_rating_and_theme() -> None:
     }
     assert table.loc["all", ["first move low", "first move high"]].tolist() == [81.1, 99.3], "Wilson's"
     assert list(table["puzzles"]) == [26, 25, 1, 26]
-    assert puzzles.solve({"one": solver}, []).empty
+    assert puzzles.solve_rates({"one": solver}, []).empty
 
 
 def test_a_search_solves_more_with_more_simulations() -> None:
@@ -92,7 +92,7 @@ def test_a_search_solves_more_with_more_simulations() -> None:
         Puzzle(board, (chess.Move.from_uci(uci),), 1000)
         for board, uci in ((chess.Board(MATE_IN_ONE), "d1d8"), (chess.Board(FREE_QUEEN), "c3d5"))
     ]
-    result = puzzles.solve(by, items).loc["all", "first move"]
+    result = puzzles.solve_rates(by, items).loc["all", "first move"]
     assert result["search 64"] == 100
     assert result["best capture"] <= 50
     drawn = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90")
@@ -121,7 +121,7 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
     items = puzzles.read_epd(path)
     assert len(items) == 3
     assert {move.uci() for move in items[1].answers} == {"e4d5", "c3d5"}
-    table = puzzles.solve(puzzles.solvers(material_net(), [64]), items)
+    table = puzzles.solve_rates(puzzles.solvers(material_net(), [64]), items)
     assert table.loc[("all", "search 64"), "first move"] > 60
 
 

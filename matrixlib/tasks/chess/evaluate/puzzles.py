@@ -195,7 +195,7 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
     return after
 
 
-def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
+def solve_rates(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
     """Solve rates in percent with 95 % intervals, a row per solver and group (`all`, rating bands, themes with
     MIN_THEME_PUZZLES)."""
     results = {name: grade(solver, puzzles) for name, solver in by.items()}

@@ -68,7 +68,7 @@ def wrong_move_lists(batch: Batch) -> NDArray[np.bool_]:
     return wrong
 
 
-def columns(batch: Batch) -> dict[str, NDArray[Any]]:
+def position_statistics(batch: Batch) -> dict[str, NDArray[Any]]:
     """Statistics (N,) of each position, nan if unknown.
 
     men: pieces on the board. moves: legal moves. value: win - loss, in [-1, 1]. result: of the side to move; white: of
@@ -96,14 +96,14 @@ def columns(batch: Batch) -> dict[str, NDArray[Any]]:
 # Shards
 
 
-def figures(batch: Batch) -> dict[str, float]:
-    """Quality figures of a shard, unknown ones omitted; most are means of `columns`.
+def shard_quality(batch: Batch) -> dict[str, float]:
+    """Quality figures of a shard, unknown ones omitted; most are means of `position_statistics`.
 
     duplicates: repeated positions. policy_mean: legal moves. policy_weight_*: mean and standard deviation of the
     entropy (nats), share of records without policy. win, draw, loss: rates for the side to move. value_gap: mean
     |value - result|, in [0, 2].
     """
-    points = DataFrame(columns(batch))
+    points = DataFrame(position_statistics(batch))
     known, entropy = points["result"].dropna(), points["entropy"]
     numbers = {
         **points[["men", "ply", "white", "value"]].mean(),
@@ -154,7 +154,7 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
 
     Columns: source, split, shard, row (in the shard), fen; best, weight: the likeliest move in UCI and its weight, ""
     and nan for faulty records and those without policy; key: equal for equal and mirrored positions; fault: see
-    `faults`; and those of `columns`.
+    `faults`; and those of `position_statistics`.
 
     plies: first and last ply to sample from. Unreadable blocks are skipped; `Catalogue.verify` names their shards.
     ValueError for a folder without a healthy shard and an empty sample.
@@ -200,7 +200,7 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
     """Records of a shard as rows of `sample`."""
     offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
     boards = [to_board(record) for record in batch["records"]]
-    found = columns(batch)
+    found = position_statistics(batch)
     fault = np.full(len(boards), "", object)
     for name, mask in faults(batch).items():
         fault[mask] = name

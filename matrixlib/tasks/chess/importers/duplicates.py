@@ -72,7 +72,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
         meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
         meta["generator"] = {"merged": row.sha256, "generator": shard.meta["generator"]}
         (unfinished / row.name).parent.mkdir(parents=True, exist_ok=True)
-        write_shard(unfinished / row.name, LAYOUT, part, {**meta, "quality": audit.figures(part)})
+        write_shard(unfinished / row.name, LAYOUT, part, {**meta, "quality": audit.shard_quality(part)})
     before = sum(row.count for row in rows)
     counts = {"positions": before, "different": before - len(dropped), "in several sources": int((sources > 1).sum())}
     write_text(unfinished / MANIFEST, json.dumps({"made_of": made_of, "counts": counts}))

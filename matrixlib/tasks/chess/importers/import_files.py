@@ -52,7 +52,7 @@ def import_files(
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
-    checks = audit.faults, audit.figures, audit.mark_outliers
+    checks = audit.faults, audit.shard_quality, audit.mark_outliers
     storage = Storage(LAYOUT, IMPORT_VERSION, SHARD_RECORDS, STEP_POSITIONS, in_validation, *checks)
     return import_each(jobs, Path(folder), storage, workers, progress, limit)
 

@@ -1,8 +1,8 @@
 """Readers of training data with planes and policies: Leela Chess Zero's and Matrix0's.
 
 Lc0: the newest of eight positions is read, and the one before for en passant where the format lacks it. From input
-format 3 on the canonical transform of positions without castling rights is undone. `ply` is the number of the record in
-its file, even for White.
+format 3 on the canonical transform of positions without castling rights is undone. `ply` is the record's number in its
+file, plus 1 where needed to be even for White.
 
 Matrix0: en passant is inferred from `legal_mask`, or else from the policy; repetition is unknown. z becomes the
 win-draw-loss with that expectation and the highest draw rate. The split takes a file as one game, so nothing leaks.

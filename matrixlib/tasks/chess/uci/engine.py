@@ -253,6 +253,6 @@ class Engine:
             wdl = "" if draws is None else f"{protocol.wdl_text(value, draws)} "
             moves = search.line(self.board, int(result.moves[row]))
             self.send(
-                f"info depth {protocol.depth_of(done)} multipv {rank} score {score} {wdl}{progress} "
+                f"info depth {protocol.depth_from_simulations(done)} multipv {rank} score {score} {wdl}{progress} "
                 f"pv {' '.join(move.uci() for move in moves)}"
             )

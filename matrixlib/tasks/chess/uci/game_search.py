@@ -79,7 +79,7 @@ class GameSearch:
 
         while not over:
             pause = min(deadline, time.monotonic() + REPORT_SECONDS)
-            target = min(limit, protocol.DEPTH0_SIMULATIONS << protocol.depth_of(done) + 1)
+            target = min(limit, protocol.DEPTH0_SIMULATIONS << protocol.depth_from_simulations(done) + 1)
             (result,) = search.run(int(target) - done, until=due)
             done += result.simulations
             over = stop() or result.proven or done >= limit or time.monotonic() >= deadline

@@ -159,7 +159,7 @@ def simulations_for(go: Go, turn: chess.Color, limit: int) -> float:
     return math.inf if timed or go.mate or go.infinite else DEFAULT_SIMULATIONS
 
 
-def depth_of(simulations: int) -> int:
+def depth_from_simulations(simulations: int) -> int:
     return max(simulations // DEPTH0_SIMULATIONS, 1).bit_length() - 1
 
 
