@@ -22,8 +22,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 help:
 	@echo 'make train          train params/quick.yaml on the sample set (about 10 minutes on two cores), or resume it'
 	@echo 'make train-quick    the same'
-	@echo 'make train-resume   the same: resume the newest unfinished run of quick, else start one'
-	@echo 'make train-full     train params/small.yaml, for a GPU; stops after STEPS= or at TARGET_LOSS='
+	@echo 'make train-resume   resume the newest unfinished training, of any preset'
+	@echo 'make train-full     train params/small.yaml, for a GPU (both: STEPS=, TARGET_LOSS=)'
 	@echo 'make lab            JupyterLab, on copies of the notebooks in reports/lab/'
 	@echo 'make cycle          self-play from random weights (params/cycle/quick.yaml), about half an hour'
 	@echo 'make generate-data  make a training set with Stockfish: 1,000 games, or GAMES=; resumes when stopped'
@@ -73,16 +73,18 @@ endif
 
 install: $(STAMP)
 
+LAUNCH = @$(BIN)/python -m matrixlib.runs.launch
+LIMITS = $(if $(STEPS),--steps $(STEPS)) $(if $(TARGET_LOSS),--target-loss $(TARGET_LOSS))
 train: $(STAMP)
-	@$(BIN)/python -m matrixlib.runs.launch --preset quick
+	$(LAUNCH) --preset quick $(LIMITS)
 
 train-quick: train
 
-train-resume: train
+train-resume: $(STAMP)
+	$(LAUNCH) --resume
 
 train-full: $(STAMP)
-	@$(BIN)/python -m matrixlib.runs.launch --preset small $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(TARGET_LOSS),--target-loss $(TARGET_LOSS))
+	$(LAUNCH) --preset small $(LIMITS)
 
 hw-report: $(STAMP)
 	@$(BIN)/python -m matrixlib.bench --hardware

@@ -118,7 +118,9 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
         ]
 
     quick = [f"{tmp_path}/bin/python -m matrixlib.runs.launch --preset quick"]
-    assert commands("train") == commands("train-quick") == commands("train-resume") == quick
+    assert commands("train") == commands("train-quick") == quick
+    assert commands("train", "STEPS=7", "TARGET_LOSS=0.09") == [f"{quick[0]} --steps 7 --target-loss 0.09"]
+    assert commands("train-resume") == [f"{tmp_path}/bin/python -m matrixlib.runs.launch --resume"]
     (full,) = commands("train-full", "TARGET_LOSS=0.09")
     assert full.split()[1:] == ["-m", "matrixlib.runs.launch", "--preset", "small", "--target-loss", "0.09"]
     assert commands("train-full", "STEPS=7")[0].split()[-2:] == ["--steps", "7"]
@@ -134,6 +136,22 @@ def test_a_target_loss_reaches_the_notebook(reports: Path, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "_execute", lambda folder, parameters: seen.append(parameters) or "")
     assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5"]) == 0
     assert seen[0]["overrides"] == {"validation": {"target_loss": 2.5}}
+
+
+def test_resume_takes_the_newest_unfinished_training_of_any_preset(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["--resume"]) == 2
+    assert "no unfinished training to resume" in capsys.readouterr().err
+    started = {"mine": {"overrides": {"optim": {"learning_rate": 0.002}}}, "cycles": {"kind": "cycle"}}
+    for name, options in started.items():
+        runs.open_run("demo", "cpu", run=name, steps=7, **options).close()  # type: ignore[arg-type]
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "_execute", lambda folder, parameters: seen.append(parameters) or "")
+    assert launch.main(["--resume"]) == 0
+    assert (seen[0]["preset"], seen[0]["run"], seen[0]["steps"]) == ("demo", "mine", 0)
+    with closing(runs.open_run("demo", run="mine", overrides=seen[0]["overrides"])) as again:
+        assert (again.resumed, again.steps, again.config.optim.learning_rate) == (True, 7, 0.002)
 
 
 def test_what_cannot_begin_is_one_line_and_exit_code_2(

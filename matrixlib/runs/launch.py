@@ -19,7 +19,7 @@ from matrixlib import files, progress
 from matrixlib.hardware import machine
 from matrixlib.runs import report
 from matrixlib.runs import run as runs
-from matrixlib.runs.record import requested_config, run_folder
+from matrixlib.runs.record import newest_unfinished, requested_config, run_folder
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=0, help="updates; 0 = as the preset says")
     name = "name of the run (torchrun takes --run for its own); empty = resume the newest incomplete, else start one"
     parser.add_argument("--run", "--name", dest="run", default="", help=name)
+    parser.add_argument("--resume", action="store_true", help="resume the newest unfinished training, of any preset")
     base = "train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others"
     parser.add_argument("--base", action="store_true", help=base)
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
@@ -48,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.base:
             return _write_base(options.preset, options.device, options.run)
+        if options.resume:
+            found = newest_unfinished()
+            options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
         requested = requested_config(options.preset, options.device, -1, options.steps, overrides)
         folder = run_folder(options.preset, options.run, requested)
         files.make_folder(folder)

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.engine.folder import read_run, read_run_config, whole_runs
+from matrixlib.engine.folder import RunFolder, read_run, read_run_config, whole_runs
 from matrixlib.engine.parts import Parts
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
@@ -75,6 +75,15 @@ def run_folder(preset: str, run: str, requested: Config, kind: str = "train", pa
         raise RunError(f"the name {stem!r}, which preset and time make, {problem}; give `run` a name")
     names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
     return next(root / name for name in names if not (root / name).exists())
+
+
+def newest_unfinished() -> RunFolder:
+    """The newest incomplete training of any preset that no process writes; RunError if there is none."""
+    for stored in whole_runs():
+        own = stored.record.get("kind") == "train" and not stored.record.get("parts")  # parts need their notebook
+        if own and not stored.complete and not locked(stored.path):
+            return stored
+    raise RunError("no unfinished training to resume; `make train` starts one")
 
 
 def locked(folder: Path) -> bool:
