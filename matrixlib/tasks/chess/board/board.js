@@ -1,11 +1,10 @@
-// A page of `session.py` on lichess' board. The kernel knows the rules; this shows what it is told and passes on what is
-// done with the mouse.
+// Shows a page of `session.py` on Lichess' chessground and sends the user's actions to the kernel, which has the rules.
 
-const ARROWS = 5; // of each kind
-const SHADE = 0.5; // of a map: more would drown the arrows
-const COLOURS = ["#0072b2", "#d55e00", "#000000", "#009e73"]; // of Okabe and Ito: apart for every eye, on every square
+const ARROWS = 5; // per source
+const SHADE = 0.5; // opacity of maps, low enough to see the arrows
+const COLOURS = ["#0072b2", "#d55e00", "#000000", "#009e73"]; // Okabe-Ito, colour-blind safe
 const BRUSHES = Object.fromEntries(COLOURS.map((color, i) => [`kind${i}`, { key: `kind${i}`, color, opacity: 0.85, lineWidth: 10 }]));
-const LABELLED = 0.05; // shares from here on are written beside their arrow
+const LABELLED = 0.05; // arrows from this probability on have a label
 const ROLES = { q: "queen", r: "rook", b: "bishop", n: "knight" };
 const FILES = "abcdefgh";
 
@@ -139,7 +138,7 @@ async function render({ model, el }) {
     movable: { free: false, color: undefined, events: { after: move } },
   });
 
-  // where the board lies is remembered until something scrolls, but a notebook also moves it otherwise
+  // chessground caches the board's position until a scroll, but notebooks also move it otherwise
   place.addEventListener("pointerenter", () => ground.state.dom.bounds.clear());
 
   const drawToggles = (page) => {
@@ -169,9 +168,9 @@ async function render({ model, el }) {
     const page = model.get("page");
     const own = page.side ?? "white";
     const other = own === "white" ? "black" : "white";
-    if (own !== seat) flipped = false; // a new game as the other side
+    if (own !== seat) flipped = false; // new game with the other side
     seat = own;
-    place.querySelector(".promotion")?.remove(); // it belongs to the page before
+    place.querySelector(".promotion")?.remove(); // of the previous page
     drawToggles(page);
     ground.set({
       fen: page.fen,
@@ -199,7 +198,7 @@ async function render({ model, el }) {
   model.on("change:page", draw);
   window.addEventListener("pagehide", leave);
   draw();
-  requestAnimationFrame(() => ground.redrawAll()); // its place on the page is known only now
+  requestAnimationFrame(() => ground.redrawAll()); // the layout is known only now
   send("open");
   return () => {
     model.off("change:page", draw);
