@@ -47,7 +47,7 @@ def read_game(path: str | Path) -> list[chess.Board]:
     except IndexError:  # an unbalanced variation
         game = None
     if game is None or game.errors or not game.variations:
-        raise ValueError(f"'{file.name}' does not start with a game reference moves can be played")
+        raise ValueError(f"'{file.name}' does not start with a game of legal moves")
     return [game.board(), *(node.board() for node in game.mainline())]
 
 
@@ -56,7 +56,7 @@ def read_game(path: str | Path) -> list[chess.Board]:
 
 @dataclass(frozen=True)
 class BoardViewer:
-    """Positions one after the other, as `runs.browse` shows them: boards with a title and the moves of `reference`."""
+    """Positions to browse (`runs.browse`): boards with a title and the moves of `reference`, e.g. the teacher."""
 
     positions: tuple[plots.Card, ...]
     reference: str

@@ -103,7 +103,7 @@ def reader_of(path: Path, reader: Reader | None = None) -> Reader:
     for file in files:
         if file.name.lower().endswith(NESTED):
             bare = file.with_suffix("").name
-            raise ValueError(f"{file}: can't be read with {file.suffix} around it; decompress it to {bare} first")
+            raise ValueError(f"{file}: cannot be read compressed with {file.suffix}; decompress it to {bare} first")
         with open(file, "rb") as stream:
             head = stream.read(len(LFS_POINTER))
         if not head:

@@ -27,7 +27,7 @@ Option = int | bool | str
 
 
 class EngineError(RuntimeError):
-    """The engine is missing, no UCI engine, lacks an option, died or timed out."""
+    """The engine is missing, not a UCI engine, lacks an option, died or timed out."""
 
 
 class Line(NamedTuple):

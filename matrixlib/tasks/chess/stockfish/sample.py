@@ -135,7 +135,7 @@ def generate(
         facts = {"format": WORK_FORMAT, "engine": name, "parameters": json.loads(json.dumps(asdict(parameters)))}
         have = files.read_json(folder / FACTS_FILE)
         if have and have != facts:
-            raise ValueError(f"{folder} holds other work ({have}, requested {facts}): use another folder or delete it")
+            raise ValueError(f"{folder} was made with {have}, not {facts}: use another folder or delete it")
         if not have:
             files.write_text(folder / FACTS_FILE, json.dumps(facts, indent=1))
         file.seek(0)
