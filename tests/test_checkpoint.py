@@ -27,7 +27,13 @@ from safetensors import SafetensorError
 
 from matrixlib.config import CheckpointConfig
 from matrixlib.engine import checkpoint
-from matrixlib.engine.checkpoint import CheckpointError, Checkpoints, CheckpointWarning, DamagedCheckpoint, Saving
+from matrixlib.engine.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointSchedule,
+    CheckpointWarning,
+    DamagedCheckpoint,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -479,13 +485,13 @@ def test_the_last_bests_and_those_of_every_so_many_updates_are_kept_too(tmp_path
 
 
 def test_when_a_checkpoint_is_due() -> None:
-    by_updates = Saving(CheckpointConfig(interval=100, minutes=0, keep_every=250))
+    by_updates = CheckpointSchedule(CheckpointConfig(interval=100, minutes=0, keep_every=250))
     due = [step for step in range(1, 501) if by_updates.due(step) and not by_updates.done(step)]
     assert due == [100, 200, 250, 300, 400, 500]
-    late = Saving(CheckpointConfig(interval=100, minutes=1e-9))
+    late = CheckpointSchedule(CheckpointConfig(interval=100, minutes=1e-9))
     assert late.due(1), "the minutes are over"
     assert (late.due(100), late.by_clock) == (True, 1)
-    assert not Saving(CheckpointConfig(interval=100, minutes=10)).due(99)
+    assert not CheckpointSchedule(CheckpointConfig(interval=100, minutes=10)).due(99)
 
 
 def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def broken(reports: Path) -> list[str]:
 def test_damaged_neighbours_are_left_out_and_named_once(reports: Path, broken: list[str]) -> None:
     make(reports, "whole")
     with pytest.warns(UserWarning, match="is left out") as caught:
-        names = [run.name for run in folders.whole_runs()]
+        names = [run.name for run in folders.intact_runs()]
     assert names == ["whole"]
     assert sorted(str(warning.message).split("'")[1] for warning in caught) == broken
     with warnings.catch_warnings():

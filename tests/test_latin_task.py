@@ -13,7 +13,7 @@ import torch
 from matrixlib.config import merge
 from matrixlib.engine import onnx
 from matrixlib.engine.task import Batch
-from matrixlib.engine.validation import refuse_below_floor
+from matrixlib.engine.validation import check_target_loss
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, model, pool
 from matrixlib.tasks.latin.losses import tokens
@@ -183,9 +183,9 @@ def test_smoothing_has_a_floor_and_a_target_below_it_is_refused() -> None:
     assert best == pytest.approx(floor, rel=1e-4)
     assert chance == pytest.approx((hidden.flatten(1).sum(1) * size.double().log()).sum().item())
     with pytest.raises(ValueError, match=r"target_loss 0\.09 is below"):
-        refuse_below_floor(0.09, task, [found], frozenset({"cell", "constraint"}))
+        check_target_loss(0.09, task, [found], frozenset({"cell", "constraint"}))
     bare = latin_task()
-    refuse_below_floor(0.09, bare, [found], frozenset({"cell", "constraint"}))
+    check_target_loss(0.09, bare, [found], frozenset({"cell", "constraint"}))
 
 
 # Network

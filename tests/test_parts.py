@@ -17,7 +17,7 @@ from torch import nn
 import matrixlib
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.parts import Parts, describe, refuse_other
+from matrixlib.engine.parts import Parts, check_same_parts, describe
 from matrixlib.runs import run as runs
 
 SCALE = 2.0
@@ -69,9 +69,9 @@ def test_a_part_is_known_by_its_source_and_by_the_values_that_it_uses(monkeypatc
     ],
 )
 def test_other_parts_are_refused_by_name(given: Any, recorded: Any, problem: str) -> None:
-    refuse_other(Parts(**given), Parts(**given).record(), "x")
+    check_same_parts(Parts(**given), Parts(**given).record(), "x")
     with pytest.raises(ValueError, match=f"run 'x' was started with other parts: {problem}"):
-        refuse_other(Parts(**given), Parts(**recorded).record(), "x")
+        check_same_parts(Parts(**given), Parts(**recorded).record(), "x")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from matrixlib.config import DataConfig
 from matrixlib.data import remote
 from matrixlib.data.catalogue import NAME, Catalogue, CatalogueError, _values
 from matrixlib.data.loader import Loader, LoaderError
-from matrixlib.data.remote import Remote, RemoteError, bring_catalogue, local_path
+from matrixlib.data.remote import Remote, RemoteError, download_catalogue, local_path
 from matrixlib.data.shards import Shard, ShardError, write_shard
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.importers.audit import sample
@@ -86,7 +86,7 @@ def url(server: tuple[Any, int], line: Line, local: Path, request: pytest.Fixtur
 
 
 def shards_of(url: str, cache: float = 1.0) -> list[Any]:
-    return Catalogue(bring_catalogue(url, cache)).shards("train")
+    return Catalogue(download_catalogue(url, cache)).shards("train")
 
 
 def loader(shards: list[Any], **options: Any) -> Loader:
@@ -207,9 +207,9 @@ def test_a_rotten_shard_of_the_cache_is_brought_again(local: Path, url: str, tmp
 PROGRAM = """
 import sys, fsspec
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.remote import bring_catalogue, local_path
+from matrixlib.data.remote import download_catalogue, local_path
 fsspec.config.conf["s3"] = {"key": "a test", "secret": "a test", "endpoint_url": sys.argv[2]}
-rows = Catalogue(bring_catalogue(sys.argv[1], 1)).shards("train")
+rows = Catalogue(download_catalogue(sys.argv[1], 1)).shards("train")
 print("ready", flush=True)
 sys.stdin.readline()
 local_path(rows[0])
@@ -257,14 +257,14 @@ def test_what_a_source_refuses_is_said(
     server: tuple[Any, int], local: Path, url: str, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RemoteError, match=r"s3://none/at-all/catalogue.sqlite is not there"):
-        bring_catalogue("s3://none/at-all", 1)
+        download_catalogue("s3://none/at-all", 1)
     with pytest.raises(RemoteError, match="give s3://"):
-        bring_catalogue("sss://bucket/folder", 1)
+        download_catalogue("sss://bucket/folder", 1)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "s3fs", None)
         without.delitem(sys.modules["fsspec.registry"]._registry, "s3")
         with pytest.raises(RemoteError, match=r"matrixlib\[remote\]"):
-            bring_catalogue("s3://bucket/folder", 1)
+            download_catalogue("s3://bucket/folder", 1)
     with monkeypatch.context() as without:
         without.setitem(fsspec.config.conf, "s3", {"endpoint_url": f"http://127.0.0.1:{line.port}"})
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -273,10 +273,10 @@ def test_what_a_source_refuses_is_said(
             without.setenv(name, os.devnull)
         without.setenv("AWS_EC2_METADATA_DISABLED", "true")
         with pytest.raises(RemoteError, match="credentials: log in"):
-            bring_catalogue(url, 1)
+            download_catalogue(url, 1)
     line.down = True
     with pytest.raises(RemoteError, match=r"could not be read in 4 tries .* resumes"):
-        bring_catalogue(url, 1)
+        download_catalogue(url, 1)
     folder = url.removeprefix("s3:/")
     assert not [request for request in line.requests if folder in request]  # one of the test before may come late
 
@@ -301,7 +301,7 @@ def test_a_catalogue_that_names_nonsense_is_refused(
 
 
 def test_shards_are_brought_whole_and_checked(server: tuple[Any, int], local: Path, url: str) -> None:
-    catalogue = Catalogue(bring_catalogue(url, 1))
+    catalogue = Catalogue(download_catalogue(url, 1))
     assert catalogue.hash() == Catalogue(local).hash()
     assert [local_path(row).read_bytes() for row in catalogue.shards()] == [
         row.path.read_bytes() for row in Catalogue(local).shards()
@@ -364,7 +364,7 @@ def test_a_run_that_goes_on_is_that_on_a_copy(
 def test_a_set_elsewhere_is_looked_at_and_not_written_to(server: tuple[Any, int], line: Line, positions: Path) -> None:
     url = upload(server[0], positions, "looked-at")
     for bound in (0.75, 0.5):
-        bring_catalogue(url, bound)
+        download_catalogue(url, bound)
     place = data_folder(url, "")
     assert Remote.open(place).bytes == GIB / 2
     assert Catalogue(place).verify(local_path) == {}

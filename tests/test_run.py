@@ -131,11 +131,11 @@ def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(
     reason = f"{word} after {updates} updates: {error.__name__}: {' '.join(str(caught.value).split())}"
     assert reason in html.unescape((folder / "report.html").read_text())
     assert f'<span class="fail">{word}</span>' in (reports / "index.html").read_text()
-    assert watch.standing(folder).word == word
+    assert watch.run_status(folder).word == word
     monkeypatch.undo()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(reports))
     assert train("one", health=health).complete
-    assert watch.standing(folder).word == "complete"
+    assert watch.run_status(folder).word == "complete"
 
 
 def test_the_finished_run_is_the_one_that_ended_last_whatever_was_written_later(reports: Path) -> None:

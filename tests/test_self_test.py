@@ -115,7 +115,7 @@ def test_a_fault_of_the_networks_own_is_raised() -> None:
 
 @dataclass
 class StubData:
-    """What `settle` needs of a run's data."""
+    """What `checked_runtime` needs of a run's data."""
 
     runtime: Runtime
     config: Config
@@ -126,7 +126,7 @@ class StubData:
         return toy_batch(4096)
 
 
-def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubData:
+def checked_runtime(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubData:
     """On a made-up Mac where updates in these of fp32 and bf16 are wrong; with these options of the runtime."""
     mac = machine.DeviceFacts(platform="darwin", cores=8, mps=True, macos=(26, 0))
     monkeypatch.setattr(machine, "facts", lambda ranks=1: mac)
@@ -141,28 +141,28 @@ def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubD
     monkeypatch.setattr(self_test, "compare", compared)
     config = Config(task="toy", runtime=options, train={"batch_size": 4096, "micro_batch": 700})
     data: Any = StubData(runtimes.resolve(config.runtime, config.train, config.data), config)
-    return autotune.settle(data, config)  # type: ignore[return-value]
+    return autotune.checked_runtime(data, config)  # type: ignore[return-value]
 
 
 def test_a_wrong_dtype_falls_back_to_fp32_and_a_wrong_device_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = settle(monkeypatch, "")
+    right = checked_runtime(monkeypatch, "")
     assert (right.runtime.device, right.runtime.dtype) == ("mps", "bf16")
-    exact = settle(monkeypatch, "bf16")
+    exact = checked_runtime(monkeypatch, "bf16")
     assert (exact.runtime.device, exact.runtime.dtype) == ("mps", "fp32")
     assert "bf16 was tried and is wrong here: a gradient a thousand times too large" in exact.runtime.table()
     assert any("dtype bf16 -> fp32" in message for message in exact.messages)
-    assert settle(monkeypatch, "bf16", precision="fp32").runtime.dtype == "fp32"
-    slow = settle(monkeypatch, "bf16 fp32")
+    assert checked_runtime(monkeypatch, "bf16", precision="fp32").runtime.dtype == "fp32"
+    slow = checked_runtime(monkeypatch, "bf16 fp32")
     assert slow.runtime.device == "cpu"
     assert "mps was tried and is wrong here" in slow.runtime.table()
 
 
 def test_what_the_user_named_is_refused_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError, match=r"precision 'bf16' was asked for, but .* thousand times too large; use 'auto'"):
-        settle(monkeypatch, "bf16", precision="bf16")
+        checked_runtime(monkeypatch, "bf16", precision="bf16")
     for options in ({"device": "mps"}, {}):
         with pytest.raises(RunError, match="device 'mps' was asked for, but"):
-            settle(monkeypatch, "bf16 fp32", **options)
+            checked_runtime(monkeypatch, "bf16 fp32", **options)
         monkeypatch.setenv("MATRIXLIB_DEVICE", "mps")
 
 
@@ -170,7 +170,7 @@ def test_on_mps_no_pass_has_more_rows_of_a_linear_layer_than_its_gradients_bear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """64 squares of each position: 512 positions are 32,768 rows."""
-    data = settle(monkeypatch, "")
+    data = checked_runtime(monkeypatch, "")
     assert data.runtime.micro_batch == 512
     assert "177116" in data.runtime.table()
 
@@ -182,7 +182,7 @@ def test_on_cuda_a_run_starts_with_all_rows(monkeypatch: pytest.MonkeyPatch) -> 
     for named, rows in (("auto", 4096), (32, 256)):
         config = Config(task="toy", train={"batch_size": 4096, "micro_batch": named})
         data: Any = StubData(toy_runtime(256, device="cuda"), config)
-        assert autotune.settle(data, config).runtime.micro_batch == rows
+        assert autotune.checked_runtime(data, config).runtime.micro_batch == rows
 
 
 # The compiler

@@ -126,5 +126,5 @@ def test_nothing_is_begun_of_a_run_that_is_refused(tmp_path: Path, reports: Path
 def test_nothing_is_tried_of_a_network_that_one_device_may_not_hold(tmp_path: Path, reports: Path) -> None:
     run = runs.open_run(toy_preset(tmp_path, runtime=IN_PARTS), run="two", ranks=2)
     data = replace(run.data, runtime=replace(run.runtime, device="cuda"))
-    assert autotune.settle(data, run.requested) is data
+    assert autotune.checked_runtime(data, run.requested) is data
     run.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from matrixlib.engine.stats import Stats
-from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Pace, phase_seconds, traced
+from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Throughput, phase_seconds, traced
 
 ROWS = [
     {"step": 1, "seconds": 0.010, "times": {"wait": 0.002, "forward": 0.003, "backward": 0.004}},
@@ -67,7 +67,7 @@ def test_what_a_gpu_does_meanwhile_is_not_counted_twice(times: dict[str, float],
 
 
 def test_starvation_is_told_with_what_to_do() -> None:
-    late, fine = Pace(2, 4), Pace(2, 4)
+    late, fine = Throughput(2, 4), Throughput(2, 4)
     messages = [late.add(8, 1.0, 0.4)[1] for _ in range(3 * STARVED_UPDATES)]
     assert "took 40% of the last 100 updates; raise data.workers (now 2)" in messages[-1]
     assert not any(messages[:STARVED_UPDATES])
@@ -76,7 +76,7 @@ def test_starvation_is_told_with_what_to_do() -> None:
 
 
 def test_the_rate_is_that_of_the_last_updates() -> None:
-    pace = Pace(0, 2)
+    pace = Throughput(0, 2)
     assert [pace.add(rows, 1.0, 0.0)[0] for rows in (10, 30)] == [10, 20]
     assert [pace.add(30, 1.0, 0.0)[0] for _ in range(20)][-1] == 30
 

@@ -15,7 +15,7 @@ from matrixlib.config import ValidationConfig
 from matrixlib.engine import validation
 from matrixlib.engine.memory import OomBackoff
 from matrixlib.engine.task import Batch, slice_batch
-from matrixlib.engine.validation import Cadence, HeldOut, refuse_below_floor, validate
+from matrixlib.engine.validation import HeldOut, ValidationSchedule, check_target_loss, validate
 from matrixlib.tasks import load_config
 
 BOTH = frozenset({"class", "plane"})
@@ -26,7 +26,7 @@ def settings(**changes: object) -> ValidationConfig:
     return load_config("demo").validation.model_copy(update={**base, "target_loss": 0.0, **changes})
 
 
-def run(cadence: Cadence, steps: int, losses: Iterator[float]) -> list[tuple[int, str]]:
+def run(cadence: ValidationSchedule, steps: int, losses: Iterator[float]) -> list[tuple[int, str]]:
     """Every validation of a run as (update count, kind); `losses` gives their losses."""
     seen = []
     for update in range(1, steps + 1):
@@ -39,23 +39,26 @@ def run(cadence: Cadence, steps: int, losses: Iterator[float]) -> list[tuple[int
 
 
 def test_sample_each_interval_full_every_third_and_at_the_end() -> None:
-    seen = run(Cadence(settings()), 75, itertools.count(100.0, -1.0))
+    seen = run(ValidationSchedule(settings()), 75, itertools.count(100.0, -1.0))
     kinds = ["sample", "sample", "full", "sample", "sample", "full", "sample", "full"]
     assert seen == list(zip([10, 20, 30, 40, 50, 60, 70, 75], kinds, strict=True))
-    assert run(Cadence(settings(full_every=1)), 20, itertools.count(100.0, -1.0)) == [(10, "full"), (20, "full")]
-    assert run(Cadence(settings()), 4, itertools.count(100.0, -1.0)) == [(4, "full")]
+    assert run(ValidationSchedule(settings(full_every=1)), 20, itertools.count(100.0, -1.0)) == [
+        (10, "full"),
+        (20, "full"),
+    ]
+    assert run(ValidationSchedule(settings()), 4, itertools.count(100.0, -1.0)) == [(4, "full")]
 
 
 def test_rarer_on_a_plateau_and_often_again_after_an_improvement() -> None:
     losses = iter([5.0, 5.0, 5.0, 5.0, 1.0, 0.5, 0.1])
-    seen = run(Cadence(settings(plateau=2, full_every=100)), 130, losses)
+    seen = run(ValidationSchedule(settings(plateau=2, full_every=100)), 130, losses)
     assert [update for update, _ in seen] == [10, 20, 30, 70, 110, 120, 130]
 
 
 @pytest.mark.parametrize("pace, sample, full", [(0.1, 1.0, 10.0), (1.0, 2.0, 20.0)])
 def test_an_interval_of_auto_keeps_to_its_share_of_the_time(pace: float, sample: float, full: float) -> None:
     """Whatever updates and validations take; once both kinds are known, as often as the share allows."""
-    cadence = Cadence(settings(interval="auto", share=0.05))
+    cadence = ValidationSchedule(settings(interval="auto", share=0.05))
     steps = int(200 * full / pace)
     validating, count, shares = 0.0, 0, []
     for update in range(1, steps):
@@ -88,19 +91,19 @@ def test_a_full_pass_has_a_bar_and_that_of_the_sample_none(monkeypatch: pytest.M
 
 
 def test_patience_counts_full_validations() -> None:
-    cadence = Cadence(settings(patience=2))
+    cadence = ValidationSchedule(settings(patience=2))
     assert run(cadence, 1000, itertools.repeat(1.0))[-1] == (90, "full")
     assert "2 full validations" in cadence.stop
     assert "after 30 updates" in cadence.stop
     # less than min_delta at a time is no improvement; that in sum it is more, is
-    slow = Cadence(settings(patience=2, full_every=1))
+    slow = ValidationSchedule(settings(patience=2, full_every=1))
     assert run(slow, 60, iter([2.0, 1.94, 1.88, 1.82, 1.76, 1.7])) == [(n * 10, "full") for n in range(1, 7)]
     assert not slow.stop
 
 
 def test_best_is_the_lowest_full_loss_only() -> None:
     """A sample's reaches no target either, and a full one above it is no sign of a plateau."""
-    cadence = Cadence(settings(target_loss=0.5, plateau=2))
+    cadence = ValidationSchedule(settings(target_loss=0.5, plateau=2))
     for update, kind, loss in (10, "sample", 0.4), (20, "full", 2.0), (30, "sample", 0.2), (40, "full", 1.8):
         assert cadence.record(update, kind, loss) is (kind == "full")
     assert (cadence.stale, cadence.due_at) == (0, 50)
@@ -113,17 +116,17 @@ def test_best_is_the_lowest_full_loss_only() -> None:
 
 
 def test_cadence_survives_json_and_a_changed_configuration() -> None:
-    whole, part = Cadence(settings(plateau=1)), Cadence(settings(plateau=1))
+    whole, part = ValidationSchedule(settings(plateau=1)), ValidationSchedule(settings(plateau=1))
     losses = [5.0, 5.0, 4.0, 5.0, 5.0, 5.0, 2.0, 2.0]
     seen = run(whole, 500, iter([*losses, *[2.0] * 50]))
     first = run(part, 70, iter(losses))
-    again = Cadence.from_dict(settings(plateau=1), json.loads(json.dumps(part.to_dict())))
+    again = ValidationSchedule.from_dict(settings(plateau=1), json.loads(json.dumps(part.to_dict())))
     assert again == part
     assert seen[: len(first) - 1] == first[:-1]  # the last one of the short run is its final full one
-    stopped = Cadence(settings(patience=1))
+    stopped = ValidationSchedule(settings(patience=1))
     run(stopped, 500, itertools.repeat(1.0))
     assert stopped.stop
-    assert not Cadence.from_dict(settings(patience=9), stopped.to_dict()).stop
+    assert not ValidationSchedule.from_dict(settings(patience=9), stopped.to_dict()).stop
 
 
 def parts(batch: Batch, size: int) -> list[Batch]:
@@ -195,7 +198,7 @@ def test_floor_is_weighted_and_guards_the_target() -> None:
     task, batch = ToyTask(noise=0.5), toy_batch(40)
     batches = parts(batch, 16)
     with pytest.raises(ValueError, match=r"0\.1250"):
-        refuse_below_floor(0.12, task, batches, BOTH)
-    refuse_below_floor(0.13, task, batches, BOTH)
+        check_target_loss(0.12, task, batches, BOTH)
+    check_target_loss(0.13, task, batches, BOTH)
     with pytest.raises(ValueError, match="held-out"):
-        refuse_below_floor(0.13, task, [], BOTH)
+        check_target_loss(0.13, task, [], BOTH)

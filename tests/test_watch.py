@@ -46,7 +46,7 @@ def test_a_heartbeat_says_how_a_run_stands(
     tmp_path: Path, age: float, more: dict[str, Any], word: str, text: str
 ) -> None:
     beat(tmp_path / "run", age, **more)
-    standing = watch.standing(tmp_path / "run", NOW)
+    standing = watch.run_status(tmp_path / "run", NOW)
     assert standing.word == word
     assert standing.text.startswith(text)
 
@@ -56,7 +56,7 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_not_it(
 ) -> None:
     beat(tmp_path / "run", 3)
     monkeypatch.setattr(watch.psutil.Process, "create_time", lambda self: NOW.timestamp() + 60)
-    assert watch.standing(tmp_path / "run", NOW).word == "gone"
+    assert watch.run_status(tmp_path / "run", NOW).word == "gone"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_not_it(
 )
 def test_a_summary_says_how_it_ended(tmp_path: Path, summary: dict[str, Any], word: str, text: str) -> None:
     write_json(tmp_path / "summary.json", summary)
-    assert watch.standing(tmp_path) == watch.Standing(word, text)
+    assert watch.run_status(tmp_path) == watch.RunStatus(word, text)
 
 
 def test_a_run_that_goes_on_is_not_what_its_old_summary_says(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_is_not_what_its_old_summary_says(tmp_path: Path) -> 
     for seconds, word in ((60, "training"), (0, "halted")):
         when = (NOW - timedelta(seconds=seconds)).isoformat()
         write_json(tmp_path / "run" / "summary.json", {"end": "halted", "steps": 7, "ended": when})
-        assert watch.standing(tmp_path / "run", NOW).word == word
+        assert watch.run_status(tmp_path / "run", NOW).word == word
 
 
 def test_index_and_the_command_say_it(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def checked(arrays: Arrays, rows: int) -> Arrays:
 
 
 @dataclass(frozen=True)
-class Pass:
+class BatchSequence:
     """A re-iterable sequence of batches, prepared again on each iteration."""
 
     length: int
@@ -84,7 +84,7 @@ class Pass:
 
 
 @dataclass
-class Item:
+class WorkerBatch:
     """A worker's result: tensors and damage found, or an error. seconds: to prepare it."""
 
     tensors: Tensors
@@ -95,7 +95,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Numbered:
+class BatchMaker:
     """Batches by number, as sent to workers. rows(i): (B,) row numbers of batch i over all ranks; stream(i): its
     generator."""
 
@@ -112,18 +112,18 @@ class Numbered:
         batch = self.prepare(self.reader.gather(own), self.ranks.stream(self.stream(i), len(rows)))
         return checked(batch, len(own))
 
-    def item(self, i: int) -> Item:
+    def item(self, i: int) -> WorkerBatch:
         """Batch i as tensors; errors are returned, not raised."""
         began = time.perf_counter()
         try:
             tensors = {name: torch.from_numpy(array) for name, array in self.arrays(i).items()}
         except Exception as error:  # noqa: BLE001 - re-raised in the training process
             text = f"batch {i} could not be made: {type(error).__name__}: {error}"
-            return Item({}, self.reader.new_damage(), text, traceback.format_exc())
-        return Item(tensors, self.reader.new_damage(), seconds=time.perf_counter() - began)
+            return WorkerBatch({}, self.reader.new_damage(), text, traceback.format_exc())
+        return WorkerBatch(tensors, self.reader.new_damage(), seconds=time.perf_counter() - began)
 
 
-_source: Numbered | None = None  # in a worker process
+_source: BatchMaker | None = None  # in a worker process
 
 
 def _start_worker(source: bytes) -> None:
@@ -134,7 +134,7 @@ def _start_worker(source: bytes) -> None:
     _source = pickle.loads(source)  # noqa: S301 - from the parent process
 
 
-def _work(i: int) -> Item:
+def _work(i: int) -> WorkerBatch:
     assert _source is not None
     return _source.item(i)
 
@@ -155,13 +155,13 @@ class Workers:
         if "forkserver" in methods:
             context.set_forkserver_preload([__name__])  # import torch once, not in every worker
         self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
-        self._numbers, self.futures = iter(numbers), deque[Future[Item]]()
+        self._numbers, self.futures = iter(numbers), deque[Future[WorkerBatch]]()
         self._submit(workers * prefetch)
 
     def _submit(self, count: int) -> None:
         self.futures += [self._pool.submit(_work, i) for i in islice(self._numbers, count)]
 
-    def take(self, timeout: float) -> Item:
+    def take(self, timeout: float) -> WorkerBatch:
         """The next batch. Raises BrokenProcessPool, TimeoutError (0: never)."""
         item = self.futures[0].result(timeout or None)
         self.futures.popleft()
@@ -241,7 +241,7 @@ class Loader:
         other._skip = merge_ranges(skip)
         return other
 
-    def _batches(self) -> Numbered:
+    def _batches(self) -> BatchMaker:
         """The endless stream of shuffled epochs without skipped batches."""
         order, skip, size, count = self._order, self._skip, self.batch_size, self._reader.count
         key = PREPARE, self._seed, self._phase
@@ -254,7 +254,7 @@ class Loader:
             number = unskipped(skip, i)
             return generator(*key, number * size // count, number)
 
-        return Numbered(self._reader, self._prepare, self._ranks, rows, stream)
+        return BatchMaker(self._reader, self._prepare, self._ranks, rows, stream)
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """(N, ...) results of `look` on the records of all rows, in order, in chunks."""
@@ -282,7 +282,7 @@ class Loader:
         iterator is closed. If a worker dies or hangs, all are restarted from the missing batch."""
         return self._iterate(self._batches(), range(start, ENDLESS if stop is None else stop), self._workers)
 
-    def sequential(self, batch_size: int, sample: int = 0) -> Pass:
+    def sequential(self, batch_size: int, sample: int = 0) -> BatchSequence:
         """Every row once, in order; the last batch may be short. sample > 0: a fixed random subset by seed."""
         kept = np.arange(self.count) if self._only is None else self._only
         seed, ranks = self._seed, self._ranks
@@ -295,11 +295,11 @@ class Loader:
         def stream(i: int) -> np.random.Generator:
             return generator(SEQUENTIAL, seed, i)
 
-        source = Numbered(self._reader, self._prepare, ranks, rows, stream)
+        source = BatchMaker(self._reader, self._prepare, ranks, rows, stream)
         whole, rest = divmod(len(kept), batch_size)
         length = whole + (rest > ranks.rank)  # without a last batch that has no row of this rank
         workers = self._workers if length >= MIN_WORKER_BATCHES else 0
-        return Pass(length, lambda: self._iterate(source, range(length), workers))
+        return BatchSequence(length, lambda: self._iterate(source, range(length), workers))
 
     def rows_in(self, name: str, block: int) -> int:
         """Rows in use of a shard's block (`WHOLE`: of the shard)."""
@@ -328,7 +328,7 @@ class Loader:
         if self._reader.remote is not None:
             self._reader.remote.check_room([row.bytes for row in self._reader.shards], self._window)
 
-    def _iterate(self, source: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
+    def _iterate(self, source: BatchMaker, numbers: range, workers: int) -> Iterator[Tensors]:
         """Batches by number; remote shards are prefetched."""
         here = (self._unpack(source.item(i)) for i in numbers)
         batches = self._from_workers(source, numbers, workers) if workers else here
@@ -342,7 +342,7 @@ class Loader:
         ahead = self._window * BLOCK // max(1, len(source.rows(numbers.start)))
         return fetch_ahead(batches, remote, reader.shards, wanted, ahead)
 
-    def _from_workers(self, source: Numbered, numbers: range, workers: int) -> Generator[Tensors, None, None]:
+    def _from_workers(self, source: BatchMaker, numbers: range, workers: int) -> Generator[Tensors, None, None]:
         import cloudpickle
 
         try:
@@ -375,7 +375,7 @@ class Loader:
             restarts, numbers = restarts + 1, range(i, numbers.stop)
             self._on_loss(f"the loader's workers were started again at batch {i}, as one {what} use fewer workers")
 
-    def _unpack(self, item: Item) -> Tensors:
+    def _unpack(self, item: WorkerBatch) -> Tensors:
         self._report(item.damage)
         if item.error:
             raise LoaderError(item.error) from WorkerTraceback(item.trace)

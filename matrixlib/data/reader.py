@@ -47,7 +47,7 @@ class Sidecars:
         return path.with_name(f"{path.name}.damaged")
 
 
-class Lost(Exception):
+class UnreadableRows(Exception):
     """Unreadable rows: shard number, block or WHOLE, reason."""
 
     def __init__(self, shard: int, block: int, reason: object) -> None:
@@ -87,7 +87,7 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 
 
 def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
-    """Copies of row rows[i] of open shard which[i], (B,) each. Lost if a file changed since its check."""
+    """Copies of row rows[i] of open shard which[i], (B,) each. UnreadableRows if a file changed since its check."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
@@ -106,7 +106,7 @@ def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, lay
             begin, end = offset[rows[part]], offset[rows[part] + 1]
             if wrong := np.flatnonzero((begin < 0) | (begin > end) | (end > shard.meta["sizes"][group])).tolist():
                 block = int(rows[part][wrong[0]]) // BLOCK
-                raise Lost(int(which[part[0]]), block, DamagedBlock(shard.path, block, f"{group}_offset"))
+                raise UnreadableRows(int(which[part[0]]), block, DamagedBlock(shard.path, block, f"{group}_offset"))
             start[part], length[part] = begin, end - begin
         out[f"{group}_offset"] = place = np.zeros(count + 1, OFFSET)
         np.cumsum(length, out=place[1:])
@@ -199,7 +199,7 @@ class Reader:
             actual = self.first[sound] + (rows - self.first[blocks]) % size
             try:
                 return self._read(actual, sound)
-            except Lost as error:
+            except UnreadableRows as error:
                 start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
                 if error.block != WHOLE:
                     start, stop = start + error.block, start + error.block + 1
@@ -214,7 +214,7 @@ class Reader:
             try:
                 shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
             except DamagedBlock as error:
-                raise Lost(i, error.block, error) from error
+                raise UnreadableRows(i, error.block, error) from error
             self._checked[block] = True
             self._resident += shard.bytes // shard.blocks
         self._touched.update(np.unique(shards).tolist())
@@ -234,12 +234,14 @@ class Reader:
             except ShardError as error:
                 if self.remote is not None and path.suffix and not path.exists():
                     continue  # evicted by another process
-                raise Lost(i, WHOLE, error) from error
+                raise UnreadableRows(i, WHOLE, error) from error
             except OSError as error:  # the machine's fault, not the file's
                 remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
                 raise LoaderError(f"{row.path} cannot be opened: {error}; {remedy}") from error
             if len(shard) != row.count:
-                raise Lost(i, WHOLE, f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}")
+                raise UnreadableRows(
+                    i, WHOLE, f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}"
+                )
             self._open[i] = shard
         return self._open[i]
 

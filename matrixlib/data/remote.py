@@ -200,7 +200,7 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
-def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
+def download_catalogue(url: str, cache: float, look: bool = False) -> Path:
     """Local folder with the current catalogue of the data set at a URL. cache: GiB for all remote sets on this machine;
     look: keep the limit that a training has set. Raises RemoteError."""
     remote = Remote(url, int(cache * 2**30))

@@ -180,7 +180,7 @@ def _seal(data: Mapping[str, Any]) -> bytes:
     return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
-class Best(NamedTuple):
+class BestCheckpoint(NamedTuple):
     """A checkpoint saved with `best=value`. order: increases with each."""
 
     step: int
@@ -190,7 +190,7 @@ class Best(NamedTuple):
 
 
 @dataclass
-class Saving:
+class CheckpointSchedule:
     """When the next checkpoint is due. step: of the last one, -1 before. by_clock: due by time, not by update."""
 
     config: CheckpointConfig
@@ -322,7 +322,7 @@ class Checkpoints:
         return read(self.folder / name)
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> BestCheckpoint | None:
         """The latest best checkpoint, also of an earlier process; None if there is none."""
         self._wait()
         return next(reversed(self._bests()), None)
@@ -357,14 +357,14 @@ class Checkpoints:
         self._discard_after(step)
         self._prune(spare)
 
-    def _bests(self) -> list[Best]:
+    def _bests(self) -> list[BestCheckpoint]:
         """Best checkpoints, oldest mark first."""
         marks = []
         for path in self._paths(("step", "best")):
             try:
                 data = read_state(path)
                 if mark := data["best"]:
-                    marks.append(Best(int(data["step"]), float(mark["value"]), path, int(mark["order"])))
+                    marks.append(BestCheckpoint(int(data["step"]), float(mark["value"]), path, int(mark["order"])))
             except (DamagedCheckpoint, KeyError, TypeError, ValueError, OverflowError) as error:
                 warnings.warn(f"{path.name} cannot count as the best: {error!r}", CheckpointWarning, stacklevel=2)
         return sorted(marks, key=lambda best: best.order)[-self.keep_best :]

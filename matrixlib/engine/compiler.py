@@ -30,7 +30,7 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
     return plain, compiled(plain, runtime.compile)
 
 
-def keep_code() -> Path:
+def code_cache() -> Path:
     """Folder of compiled code in our cache, as torch's default under /tmp is lost on reboot. A user's
     TORCHINDUCTOR_CACHE_DIR is kept, but not the one that importing torch._dynamo sets."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -44,7 +44,7 @@ def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = Non
     """torch.compile in one of its modes; on the CPU, training also gets `ON_CPU` options."""
     from torch._inductor import list_mode_options
 
-    keep_code()
+    code_cache()
     on_cpu = next(model.parameters()).device.type == "cpu"
     options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
     forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # mode and options exclude each other

@@ -416,7 +416,7 @@ def _floating(values: Any) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def keep_evidence(
+def write_evidence(
     run: Path, action: Action, step: int, health: Health, rows: Iterable[Mapping[str, Any]], source: Any, data: Data
 ) -> Path:
     """Write an evidence folder about `action` at the update that made `step`: recent metrics `rows` and the stored

@@ -44,7 +44,7 @@ def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"{error}; restore it from a backup, or take another run name") from error
 
 
-def whole_runs(root: Path | None = None) -> list[RunFolder]:
+def intact_runs(root: Path | None = None) -> list[RunFolder]:
     """Intact runs below the reports root, newest first; each other folder is named in one warning a process."""
     runs = []
     for path in sorted((root or files.reports_root()).glob("*/run.json")):
@@ -57,7 +57,7 @@ def whole_runs(root: Path | None = None) -> list[RunFolder]:
 
 def newest_complete(task: str, fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True) -> Path | None:
     """Folder of the task's run that finished last; None if there is none. fits: filter on the requested overrides."""
-    trained = [run for run in whole_runs() if run.complete and run.record.get("kind") == "train" and run.task == task]
+    trained = [run for run in intact_runs() if run.complete and run.record.get("kind") == "train" and run.task == task]
     ended = [run for run in trained if fits(run.record["requested"])]
     return max(ended, key=lambda run: str(run.summary.get("ended", run.started))).path if ended else None
 

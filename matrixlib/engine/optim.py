@@ -166,7 +166,7 @@ def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in aside]
 
 
-def own_to_training(model: nn.Module) -> set[str]:
+def training_only(model: nn.Module) -> set[str]:
     """Names in the model's state that only training needs: all `SGDParameters`."""
     return {f"{name}.{own}" for name, module in _sgd_modules(model).items() for own in module.state_dict()}
 

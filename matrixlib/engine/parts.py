@@ -107,7 +107,7 @@ def _source(part: Any) -> str:
     raise ValueError(f"the source of {part!r} cannot be found: define it in a cell or in a module")
 
 
-def refuse_other(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: str) -> None:
+def check_same_parts(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: str) -> None:
     """ValueError unless these are the parts that the run started with."""
     own = given.record()
     differences = [f"'{name}' is missing" for name in recorded.keys() - own.keys()]

@@ -390,7 +390,7 @@ class Step:
 
 
 @contextlib.contextmanager
-def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
+def trial_step(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
     """A step with a fresh network for trial updates before a run; random streams are restored."""
     streams = rng.capture(runtime.torch_device)
     try:

@@ -29,7 +29,7 @@ STARVED_SHARE, STARVED_UPDATES, FIRST_UPDATES = 0.2, 100, 20
 """The loader is late when it took this share of so many updates, without the first, in which its workers start."""
 
 
-class Pace:
+class Throughput:
     """Throughput in rows/s over recent updates, data wait included; warns when training waits for data."""
 
     def __init__(self, workers: int, prefetch: int) -> None:

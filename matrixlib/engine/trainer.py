@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from matrixlib.config import Config
 from matrixlib.engine import diagnostics, optim
 from matrixlib.engine.averages import EvalWeights
-from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, Saving
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, CheckpointSchedule
 from matrixlib.engine.curriculum import Curriculum
-from matrixlib.engine.diagnostics import first_update, inspect, keep_evidence
+from matrixlib.engine.diagnostics import first_update, inspect, write_evidence
 from matrixlib.engine.distributed import LostRank, Ranks, newest
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.memory import Chunk, Monitor
@@ -27,8 +27,8 @@ from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, Teacher
-from matrixlib.engine.timing import Pace
-from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
+from matrixlib.engine.timing import Throughput
+from matrixlib.engine.validation import HeldOut, Validation, ValidationSchedule, check_target_loss
 from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
 
@@ -83,8 +83,8 @@ class Trainer:
         self.optimizer, self.schedule = self._step.optimiser, self._step.schedule
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
         self._is_reporter = ranks.first or self._step.sharded  # whether this process takes part in validation
-        self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
-        self._norms, self._pace = deque[float](maxlen=WINDOW), Pace(runtime.workers, runtime.prefetch)
+        self._cadence, self._saving = ValidationSchedule(config.validation), CheckpointSchedule(config.checkpoint)
+        self._norms, self._pace = deque[float](maxlen=WINDOW), Throughput(runtime.workers, runtime.prefetch)
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
@@ -161,7 +161,7 @@ class Trainer:
         """
         if target := self.config.validation.target_loss:
             batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
-            refuse_below_floor(target, self.task, batches, active, self.ranks)
+            check_target_loss(target, self.task, batches, active, self.ranks)
         size = (3 + (self.ema is not None)) * sum(
             t.nbytes for t in self.model.state_dict().values()
         )  # with optimizer state
@@ -378,12 +378,12 @@ class Trainer:
         if not self.ranks.first:
             return self._folder
         rows, health = self.metrics.recent, self._step.health
-        return keep_evidence(self._folder, action, self.step, health, rows, self._source, self.context.data)
+        return write_evidence(self._folder, action, self.step, health, rows, self._source, self.context.data)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint except for the step's state; truncates metrics.jsonl."""
         state = checkpoint.state
-        self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
+        self._cadence = ValidationSchedule.from_dict(self.config.validation, state["cadence"])
         self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
         self.skip = [(start, stop) for start, stop in state["skip"]]
         if self.curriculum is not None:

@@ -133,7 +133,7 @@ class HeldOut:
         return validate(task, model, batches, self._runtime, active, kind, beat, self.passes, self._ranks)
 
 
-def refuse_below_floor(
+def check_target_loss(
     target: float, task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE
 ) -> None:
     """ValueError if validation.target_loss is below the floor over the `batches` of all ranks, or there are none."""
@@ -153,7 +153,7 @@ def refuse_below_floor(
 
 
 @dataclass
-class Cadence(State):
+class ValidationSchedule(State):
     """When to validate and when to stop. due_at: update of the next validation. done: validations so far. stale,
     full_stale: since the last improvement, of any kind and full. reference: loss by kind to beat by `min_delta`. best,
     best_at: lowest full loss and its update. updating, validating: seconds so far, for interval `auto`; seconds: of the

@@ -28,7 +28,7 @@ OVERHEAD = 1.1
 """Time of an update in a run / timed alone: averages, metrics, validation, checkpoints."""
 
 
-def settle(data: RunData, requested: Config) -> RunData:
+def checked_runtime(data: RunData, requested: Config) -> RunData:
     """Data of a new run with a runtime whose updates were checked; trials are recorded in its reasons. Nothing is tried
     in fp32 on the CPU.
 
@@ -36,7 +36,9 @@ def settle(data: RunData, requested: Config) -> RunData:
     """
     if requested.runtime.shard and data.ranks.size > 1:
         return data  # a single device may lack the memory for trials
-    runtime, linear_rows, messages = agreeing(data.runtime, data.task, lambda: data.batch(0), data.config, requested)
+    runtime, linear_rows, messages = working_runtime(
+        data.runtime, data.task, lambda: data.batch(0), data.config, requested
+    )
     if runtime.device == "cuda" and requested.train.micro_batch == "auto":
         size = data.config.train.batch_size
         runtime = runtime.with_choice("micro_batch", size, "the whole update; halved where memory runs out")
@@ -49,7 +51,7 @@ def settle(data: RunData, requested: Config) -> RunData:
     return replace(data, runtime=runtime, config=runtime_config(data.config, runtime))
 
 
-def agreeing(
+def working_runtime(
     runtime: runtimes.Runtime, task: Task, batch: Callable[[], Batch], config: Config, requested: Config
 ) -> tuple[runtimes.Runtime, int, list[str]]:
     """(runtime whose update matches the CPU's, rows of its largest linear layer's input per row (0 if not tried),
@@ -85,10 +87,10 @@ def agreeing(
 
 def fit_steps(data: RunData) -> int:
     """Updates that fit in `train.minutes`, by timing a few, once, when a run starts."""
-    from matrixlib.engine.step import throwaway
+    from matrixlib.engine.step import trial_step
 
     seconds: list[float] = []
-    with throwaway(data.task, data.runtime, data.config) as step:
+    with trial_step(data.task, data.runtime, data.config) as step:
         began = time.monotonic()
         for i in range(WARMUP_UPDATES + MAX_UPDATES):  # the first compile kernels and allocate
             started, batch = time.monotonic(), data.batch(i)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from matrixlib import files, progress
 from matrixlib.config import Config
 from matrixlib.engine import metrics
-from matrixlib.engine.folder import read_run, read_run_config, whole_runs
+from matrixlib.engine.folder import intact_runs, read_run, read_run_config
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load, parse_config
 
@@ -27,7 +27,7 @@ NETWORKS = 4  # kept in memory
 
 def known_runs() -> list[str]:
     """Names of runs with metrics, newest first."""
-    return [run.name for run in whole_runs() if (run.path / "metrics.jsonl").exists()]
+    return [run.name for run in intact_runs() if (run.path / "metrics.jsonl").exists()]
 
 
 def runs_like(run: str, names: Sequence[str], device: str = "auto") -> list[str]:

@@ -32,7 +32,7 @@ from matrixlib.play.match import random_openings
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
-from matrixlib.runs.autotune import agreeing
+from matrixlib.runs.autotune import working_runtime
 from matrixlib.runs.cycle_games import (
     Against,
     CycleConfig,
@@ -92,7 +92,7 @@ def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
         network = network.model_copy(update={"runtime": network.runtime.model_copy(update=changes)})
         runtime = runtimes.resolve(network.runtime, network.train, network.data)
         batch = partial(games.trial_rows, config)
-        runtime, _, messages = agreeing(runtime, get_task(network.task).task(network), batch, network, network)
+        runtime, _, messages = working_runtime(runtime, get_task(network.task).task(network), batch, network, network)
         for message in messages:
             warnings.warn(message, stacklevel=2)
         write_json(path, runtime.to_dict())

@@ -152,7 +152,7 @@ class RunData:
 
     def _left_out(self) -> Iterator[str]:
         """Messages on data excluded from the start, or suspicious."""
-        if doubts := [f"{row.name} ({doubt(row)})" for row in self.catalogue.shards() if doubt(row)]:
+        if doubts := [f"{row.name} ({outlier_text(row)})" for row in self.catalogue.shards() if outlier_text(row)]:
             use = self.config.data.suspicious == "use"
             fate = "used; data.suspicious: quarantine leaves them out" if use else "left out of this run"
             more = f" and {len(doubts) - NAMED:,} more" if len(doubts) > NAMED else ""
@@ -239,7 +239,9 @@ def held_out_loader(
 def rows_of(catalogue: Catalogue, split: str, config: Config, sources: Iterable[str] = ()) -> list[ShardRow]:
     """Healthy shards of a split and of these sources (default all); suspicious ones as configured."""
     names, use = set(sources), config.data.suspicious == "use"
-    return [row for row in catalogue.shards(split) if (not names or row.source in names) and (use or not doubt(row))]
+    return [
+        row for row in catalogue.shards(split) if (not names or row.source in names) and (use or not outlier_text(row))
+    ]
 
 
 def shards_in_use(spec: TaskSpec[Any], config: Config, catalogue: Catalogue) -> list[ShardRow]:
@@ -253,6 +255,6 @@ def shards_in_use(spec: TaskSpec[Any], config: Config, catalogue: Catalogue) -> 
     return used
 
 
-def doubt(row: ShardRow) -> str:
+def outlier_text(row: ShardRow) -> str:
     """Outlier figures of a shard at import, as text."""
     return ", ".join(f"{figure} z {z:+.1f}" for figure, z in row.quality.get("outliers", {}).items())

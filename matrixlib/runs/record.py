@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.engine.folder import RunFolder, read_run, read_run_config, whole_runs
+from matrixlib.engine.folder import RunFolder, intact_runs, read_run, read_run_config
 from matrixlib.engine.parts import Parts
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
@@ -65,7 +65,7 @@ def run_folder(preset: str, run: str, requested: Config, kind: str = "train", pa
         return root / run
     wanted = {"kind": kind, "preset": preset, "requested": configuration.dump(requested)}
     own = parts.record() if parts is not None else {}
-    for stored in whole_runs(root):
+    for stored in intact_runs(root):
         same = wanted.items() <= stored.record.items() and own == stored.record.get("parts", {})
         if same and not stored.complete and not locked(stored.path):
             return stored.path
@@ -79,7 +79,7 @@ def run_folder(preset: str, run: str, requested: Config, kind: str = "train", pa
 
 def newest_unfinished() -> RunFolder:
     """The newest incomplete training of any preset that no process writes; RunError if there is none."""
-    for stored in whole_runs():
+    for stored in intact_runs():
         own = stored.record.get("kind") == "train" and not stored.record.get("parts")  # parts need their notebook
         if own and not stored.complete and not locked(stored.path):
             return stored
@@ -102,7 +102,7 @@ def complete_run(name: str) -> Path:
     folder = files.reports_root() / name
     if not files.name_problem(name) and (folder / "run.json").exists() and read_run(folder).complete:
         return folder
-    known = ", ".join(sorted(run.name for run in whole_runs() if run.complete)) or "none yet"
+    known = ", ".join(sorted(run.name for run in intact_runs() if run.complete)) or "none yet"
     raise RunError(f"no complete run '{name}'; complete runs: {known}")
 
 

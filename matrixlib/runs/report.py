@@ -138,10 +138,10 @@ def _known(folder: Path, problems: list[str]) -> tuple[dict[str, Any], Mapping[s
 
 
 def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    standing = watch.standing(folder)
+    status = watch.run_status(folder)
     known = {"complete": "no verdict", "begun": "not finished"}
-    word, why = known.get(standing.word, standing.word), "" if standing.word in known else standing.text
-    if standing.word not in watch.UNDER_WAY and "verdict" in summary:
+    word, why = known.get(status.word, status.word), "" if status.word in known else status.text
+    if status.word not in watch.UNDER_WAY and "verdict" in summary:
         word, why = "PASS" if summary["verdict"]["passed"] else "FAIL", ""
     curve = summary.get("curve", [])
     low, tall = min(curve, default=0), max(max(curve, default=0) - min(curve, default=0), 1e-9)

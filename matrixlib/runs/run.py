@@ -22,7 +22,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import metrics, timing
 from matrixlib.engine.folder import newest_complete
-from matrixlib.engine.parts import Parts, refuse_other
+from matrixlib.engine.parts import Parts, check_same_parts
 from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
 from matrixlib.hardware import backend, machine
@@ -368,7 +368,7 @@ def _open(
     record = stored_record(folder)
     messages: list[str] = []
     if record:
-        refuse_other(parts, record.get("parts", {}), folder.name)
+        check_same_parts(parts, record.get("parts", {}), folder.name)
         config, runtime = resume_record(folder, requested, record, messages, processes)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
@@ -380,22 +380,22 @@ def _open(
         distributed.check_shardable(config, runtime, size)
     runtime.apply()
     task = spec.with_parts(spec.task(config), parts)
-    start = starts.start_of(folder, config, task, record)  # fail on a wrong name first
+    start = starts.initial_weights(folder, config, task, record)  # fail on a wrong name first
     before = record.get("teacher", {})
     teacher = spec.teacher(config, runtime, before)
     if teacher is not None:
         name, sha256 = teacher.record["name"], teacher.record["sha256"]
-        starts.refuse_other_weights(f"teacher '{name}'", sha256, before, folder.name)
+        starts.check_same_weights(f"teacher '{name}'", sha256, before, folder.name)
         messages.append(f"learns from {name} (SHA-256 {sha256[:12]})")
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size), parts)
     if not record:
-        data = autotune.settle(data, requested)
+        data = autotune.checked_runtime(data, requested)
         if data.runtime.device != runtime.device:
             data.teacher = spec.teacher(config, data.runtime, {})
     # After the self-test: the teacher's cached outputs are permanent.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     if data.runtime.compile:
-        messages.append(f"compiled code is kept in {compiler.keep_code()}, where the next run finds it")
+        messages.append(f"compiled code is kept in {compiler.code_cache()}, where the next run finds it")
     if config.train.steps == "auto":
         steps = autotune.fit_steps(data)
         data.config = changed(data.config, {"train": {"steps": steps}})

@@ -40,16 +40,16 @@ class Start:
     messages: list[str]
 
 
-def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]) -> Start | None:
+def initial_weights(folder: Path, config: Config, task: Task, record: Mapping[str, Any]) -> Start | None:
     """Initial weights of a run without a checkpoint. RunError if they changed since it started."""
     if not config.train.init or Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps():
         return None
     start = read_start(config, task)
-    refuse_other_weights(f"'{config.train.init}'", start.record["sha256"], record.get("init", {}), folder.name)
+    check_same_weights(f"'{config.train.init}'", start.record["sha256"], record.get("init", {}), folder.name)
     return start
 
 
-def refuse_other_weights(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
+def check_same_weights(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
     """RunError if the SHA-256 differs from the recorded one."""
     if problem := other_weights(what, sha256, record, f"run '{run}' began"):
         raise RunError(f"{problem}; give it another run name")
@@ -62,7 +62,7 @@ def read_start(config: Config, task: Task) -> Start:
     source = config.train.init
     tensors, options, sha256, aside = _weights(source, config)
     model = task.build_model()
-    own, anew = model.state_dict(), aside | optim.own_to_training(model)
+    own, anew = model.state_dict(), aside | optim.training_only(model)
     fits = {name for name in own.keys() & tensors.keys() if own[name].shape == tensors[name].shape} - anew
     new, left_out = ([name for name in names if name not in fits | anew] for names in (own, tensors))
     if not fits:
@@ -100,7 +100,7 @@ def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, st
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
     model = get_task(given.task).task(given).build_model()
     tensors, sha256 = weights(pick_checkpoint(folder, given, named))
-    return tensors, given.model, sha256, optim.own_to_training(model)
+    return tensors, given.model, sha256, optim.training_only(model)
 
 
 def _listed(names: Sequence[str]) -> str:

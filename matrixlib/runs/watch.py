@@ -33,7 +33,7 @@ UNDER_WAY = ("training", "validating", "evaluating", "stalled", "gone")
 SHOWN = 20  # most runs without names
 
 
-class Standing(NamedTuple):
+class RunStatus(NamedTuple):
     """Status of a run. word: begun, training, validating, evaluating, stalled, gone, stopped, complete, halted, failed
     or interrupted; text: with details."""
 
@@ -71,7 +71,7 @@ class Heartbeat(BaseModel):
             return False
 
 
-def standing(folder: Path, now: datetime | None = None) -> Standing:
+def run_status(folder: Path, now: datetime | None = None) -> RunStatus:
     """Status of the run in `folder` by its readable files. now: UTC, for tests."""
     now = now or datetime.now(UTC)
     summary, beat = _object(folder / "summary.json"), None
@@ -83,12 +83,12 @@ def standing(folder: Path, now: datetime | None = None) -> Standing:
     updates = f"{summary.get('steps', '?')} updates"
     if summary.get("complete"):
         early = summary.get("stopped_early")
-        return Standing("complete", f"ended: {updates}" + (f", stopped early: {early}" if early else ""))
+        return RunStatus("complete", f"ended: {updates}" + (f", stopped early: {early}" if early else ""))
     if isinstance(end := summary.get("end"), str) and end:
-        return Standing(end, f"{end} after {updates}: {summary.get('reason', '?')}")
+        return RunStatus(end, f"{end} after {updates}: {summary.get('reason', '?')}")
     if beat is not None:
-        return Standing("stopped", f"stopped after {beat.updates}; rerun the same command to resume")
-    return Standing("begun", "has not made an update yet")
+        return RunStatus("stopped", f"stopped after {beat.updates}; rerun the same command to resume")
+    return RunStatus("begun", "has not made an update yet")
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -98,21 +98,21 @@ def run_folders(root: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
 
 
-def _alive(beat: Heartbeat, age: float) -> Standing:
+def _alive(beat: Heartbeat, age: float) -> RunStatus:
     """Status of a run whose last heartbeat, `age` seconds ago, is not its end."""
     if not beat.process_lives():
         ago = duration(max(age, 0.0))
         text = f"died {ago} ago after {beat.updates}: killed, or out of memory; rerun the same command to resume"
-        return Standing("gone", text)
+        return RunStatus("gone", text)
     doing = {"validation": "validating", "evaluation": "evaluating"}.get(beat.phase, "training")
     # no heartbeats during the final evaluation
     patience = max(STALL_SECONDS, STALL_UPDATES * beat.step_seconds, 3 * beat.interval)
     if age > patience and doing != "evaluating":
-        return Standing("stalled", f"stalled for {duration(age)} ({doing}) after {beat.updates}")
+        return RunStatus("stalled", f"stalled for {duration(age)} ({doing}) after {beat.updates}")
     if doing != "training" or not beat.step_seconds:
-        return Standing(doing, f"{doing}, {beat.updates}")
+        return RunStatus(doing, f"{doing}, {beat.updates}")
     left = duration(max(0.0, beat.step_seconds * (beat.steps - beat.step)))
-    return Standing(doing, f"{doing}, {beat.updates}, {duration(beat.step_seconds)} an update, about {left} left")
+    return RunStatus(doing, f"{doing}, {beat.updates}, {duration(beat.step_seconds)} an update, about {left} left")
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     while True:
         shown = folders or [folder for folder in run_folders(root) if (folder / "run.json").exists()][:SHOWN]
-        standings = {folder.name: standing(folder) for folder in shown}
+        statuses = {folder.name: run_status(folder) for folder in shown}
         print(clock_time() if shown else f"no runs under {root}")
-        for name, state in standings.items():
-            print(f"  {name:{max(map(len, standings))}}  {state.text}", flush=True)
+        for name, state in statuses.items():
+            print(f"  {name:{max(map(len, statuses))}}  {state.text}", flush=True)
         if options.every <= 0:
-            return int(any(state.word == "stalled" for state in standings.values()))
+            return int(any(state.word == "stalled" for state in statuses.values()))
         time.sleep(options.every)
 
 

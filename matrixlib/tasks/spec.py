@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from matrixlib.config import Config, ConfigError, DataConfig
-from matrixlib.data.remote import bring_catalogue, is_remote
+from matrixlib.data.remote import download_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Phase, SourceCurriculumConfig
 from matrixlib.engine.parts import Parts
 from matrixlib.files import from_home, read_json, reports_root
@@ -260,7 +260,7 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
     the URL fails. name: a valid source that is no folder."""
     source = data.source
     if is_remote(source):
-        return bring_catalogue(source, data.cache)
+        return download_catalogue(source, data.cache)
     folder = from_home(source)
     if not source or not os.path.isdir(folder):
         either = f"'{name}' or " if name else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matrixlib import config as configuration
 from matrixlib.data.imports import COMPRESSED, ImportReport, Reader, Storage, files_of, import_each
-from matrixlib.data.remote import bring_catalogue, is_remote
+from matrixlib.data.remote import download_catalogue, is_remote
 from matrixlib.data.shards import LFS_POINTER
 from matrixlib.files import from_home, reports_root
 from matrixlib.tasks.chess.importers import audit
@@ -86,7 +86,7 @@ def data_folder(folder: str, paths: str) -> Path:
     """Folder of shards to import into or inspect: `folder`, else reports/data with `paths`, else the sample set. For
     a URL, the local folder of its catalogue."""
     if is_remote(folder):
-        return bring_catalogue(folder, configuration.DataConfig().cache, look=True)
+        return download_catalogue(folder, configuration.DataConfig().cache, look=True)
     if folder:
         return from_home(folder)
     return reports_root() / "data" if paths.strip(", ") else unpack_sample()
