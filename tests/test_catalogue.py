@@ -77,7 +77,7 @@ def test_add_refuses(tmp_path: Path) -> None:
     with pytest.raises(CatalogueError, match="no such folder"):
         Catalogue(tmp_path / "nowhere")
     (tmp_path / "in" / NAME).mkdir()
-    with pytest.raises(CatalogueError, match=r"catalogue\.sqlite is a folder.*move it away"):
+    with pytest.raises(CatalogueError, match=r"catalogue\.sqlite is a folder.*move it, "):
         Catalogue(tmp_path / "in")
 
 

@@ -189,7 +189,7 @@ def test_damaged_tables_are_named_and_asked_no_more(tmp_path: Path) -> None:
     (tmp_path / "KRvK.rtbw").write_bytes(bytes(80))
     game = ChessGame(open_tablebases(tmp_path), pieces=3)
     states = from_boards([chess.Board("8/8/8/4k3/8/8/3R4/4K3 w - - 0 1")] * 2)
-    with pytest.warns(UserWarning, match="Syzygy tables are damaged, .*invalid magic header") as caught:
+    with pytest.warns(UserWarning, match="Syzygy tables are damaged .*invalid magic header") as caught:
         assert np.isnan(game.proven(states)).all()
     assert len(caught) == 1
     for folder in ("x" * 5000, "a\0b", "no/such/folder"):
