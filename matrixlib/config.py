@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
 
@@ -356,13 +356,23 @@ def to_yaml(config: Section) -> str:
 
 def difference(new: Section, old: Section) -> dict[str, tuple[Any, Any]]:
     """Differing keys: dotted path -> (old, new); None where the old task lacks the key."""
-    before, after = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
+    before, after = dotted(dump(old)), dotted(dump(new))
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def dotted(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested sections as `section.key` -> value."""
+    out: dict[str, Any] = {}
+    for key, value in sections.items():
+        out |= {f"{key}.{k}": v for k, v in dotted(value).items()} if isinstance(value, Mapping) else {key: value}
+    return out
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as a nested mapping."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        out = merge(out, value)
+    return out

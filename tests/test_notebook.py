@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from nbclient import NotebookClient
 from papermill.cli import papermill as papermill_command
 
-from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed, check_parameters, figures_table
+from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed, check_parameters
+from matrixlib.tasks.spec import figures_table
 
 PARAMETERS = '''"""Parameters."""
 preset: str = "demo"  # name

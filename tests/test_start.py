@@ -14,7 +14,6 @@ from networks import CPU, random_net, save_run
 import matrixlib
 from matrixlib import config as configuration
 from matrixlib.engine import checkpoint as checkpoints
-from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import get_task, load
@@ -161,14 +160,13 @@ def test_training_goes_on_from_a_checkpoint_of_matrix0(shared: Path, reports: Pa
     assert next(run.train()).step == 1
 
 
-def test_a_base_checkpoint_is_whole_and_can_be_begun_with(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--preset", "demo", "--run", "base", "--base", "--device", "cpu"]) == 0
-    assert "step_00000000" in capsys.readouterr().out
-    folder = reports / "base" / "checkpoints" / "step_00000000"
+def test_a_base_checkpoint_is_whole_and_can_be_begun_with(reports: Path) -> None:
+    with closing(runs.open_run("demo", "cpu", run="base", kind="base")) as base:
+        folder = base.trainer.save()
+        base.trainer.checkpoints.join()
     net = matrixlib.load(folder)
     fresh = net.task.build_model().state_dict()
     assert all(torch.equal(tensor, fresh[name]) for name, tensor in net.model.state_dict().items())
     run = runs.open_run("demo", run="next", init="base", seed=5)
     assert all(torch.equal(tensor, fresh[name]) for name, tensor in run.model.state_dict().items())
     run.close()
-    assert launch.main(["--preset", "nope", "--base"]) == 2

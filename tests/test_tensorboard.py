@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,13 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 def test_a_resumed_run_has_every_update_once(reports: Path) -> None:
     for _ in range(2):
         current = runs.open_run(run="r", overrides=TINY)
-        for stats in current.train(tensorboard=True):
+        events = tensorboard.open_events(current)
+        for stats in current.train():
+            events.add(stats.row())
             if stats.step == 3 and not current.resumed:
                 break
         current.close()
+        events.close()
     values, rows = scalars(reports / "r" / "events"), current.history()
     assert [step for name, step in sorted(values) if name == "loss"] == [1, 2, 3, 4, 5, 6]
     for row in rows:
@@ -66,7 +70,11 @@ def test_a_run_that_went_back_has_every_update_once(reports: Path, monkeypatch: 
     monkeypatch.setattr(Loader, "batches", Loader.batches)  # put back after the fault
     change_batches((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
     current = runs.open_run(run="r", overrides={**TINY, "health": {"skips": 2}})
-    stats = list(current.train(tensorboard=True))
+    with closing(tensorboard.open_events(current)) as events:
+        stats = []
+        for update in current.train():
+            events.add(update.row())
+            stats.append(update)
     assert [s.step for s in stats if s.action == "rollback"] == [5]
     values = scalars(reports / "r" / "events")
     assert [step for name, step in sorted(values) if name == "loss"] == [1, 2, 3, 4, 5, 6]
@@ -93,4 +101,4 @@ def test_without_the_package_or_a_run_it_says_so(
     assert "no run at" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match=r"pip install 'matrixlib\[tensorboard\]'"):
-        tensorboard.Events(tmp_path)
+        tensorboard.Events(tmp_path, [])

@@ -5,9 +5,10 @@ A game is a pure function of seed, number, options and evaluator, whatever is pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,3 +164,15 @@ class _GameInProgress:
     full: list[bool] = field(default_factory=list)
     weak: list[int] = field(default_factory=lambda: [0, 0])
     gave_up: int = -1
+
+
+def tally(game: Game, traces: Sequence[Trace]) -> dict[str, Any]:
+    """wins, draws, losses: of the side that starts; unknown: games without a result; played_out: games continued
+    although a side would have resigned, wrong: of these, not lost by that side."""
+    # trace results are the first mover's
+    starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]
+    points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
+    judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
+    results = {"wins": points[1.0], "draws": points[0.0], "losses": points[-1.0], "unknown": points[None]}
+    plies = sum(len(trace.line) for trace in traces)
+    return {"games": len(traces), "plies": plies, **results, "wrong": sum(judged), "played_out": len(judged)}

@@ -5,7 +5,6 @@ What is shown is a function in browse.ipynb; headless it is called once with the
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -123,21 +122,6 @@ def below_menus(
             shown[:] = [drawn]
 
     return widgets.VBox([widgets.HBox(list(controls.values())), widgets.interactive_output(show, controls)])
-
-
-def side_by_side(viewer: Any, networks: Mapping[str, Network], position: int, shown: Any = None) -> Any:
-    """One position of a viewer as each network (by name) sees it. shown: the previous return value, whose boards are
-    updated in place in JupyterLab."""
-    if not progress.interactive():
-        from IPython.display import HTML
-
-        return HTML("".join(viewer.figure(net, position, name).data for name, net in networks.items()))
-    import ipywidgets as widgets
-
-    box = shown or widgets.HBox(layout=widgets.Layout(flex_flow="row wrap"))
-    boards = itertools.zip_longest(networks.items(), box.children[: len(networks)])
-    box.children = [viewer.board(net, position, name, board) for (name, net), board in boards]
-    return box
 
 
 def _folder(run: str) -> Path:

@@ -24,7 +24,7 @@ import pandas
 from pandas import DataFrame
 
 from matrixlib import files, progress
-from matrixlib.config import merge
+from matrixlib.config import dotted, merge
 from matrixlib.engine import metrics
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.health import TrainingHalted
@@ -128,11 +128,6 @@ def read_result(folder: Path) -> RunResult:
         raise ValueError(f"'{folder.name}' is not a run, or has no updates yet")
     options = dotted(read_run_config(folder)[0])
     return RunResult(folder, record, options, rows, files.read_json(folder / "summary.json"))
-
-
-def dotted(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested sections as `section.key` -> value."""
-    return {key.replace("/", "."): value for key, value in metrics.flatten(sections)}
 
 
 def results(arms: Mapping[str, Sequence[Path]]) -> DataFrame:

@@ -33,16 +33,7 @@ from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
 from matrixlib.runs.autotune import working_runtime
-from matrixlib.runs.cycle_games import (
-    Against,
-    CycleConfig,
-    CycleError,
-    Decision,
-    Generation,
-    Pairs,
-    load_cycle,
-    read_generations,
-)
+from matrixlib.runs.cycle_games import Against, CycleConfig, CycleError, Decision, Generation, Pairs, read_generations
 from matrixlib.runs.data import RunData
 from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_config
@@ -59,7 +50,7 @@ def open_cycle(
     preset: name in params/cycle/ or path of a YAML file. overrides: nested mapping, validated. ConfigError; CycleError
     if the cycle was started with another configuration.
     """
-    config = load_cycle(preset, overrides)
+    config = games.load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
     if problem := files.name_problem(name):
         raise CycleError(f"cycle name {name!r} {problem}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -23,10 +23,10 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play.game import Game, States, Trace, uniform
+from matrixlib.play.game import States, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
-from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.play.selfplay import SelfPlayOptions, play_games, tally
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import TASKS, get_task, task_of, validate_config
 from matrixlib.tasks.spec import GameSpec, weights
@@ -34,7 +34,7 @@ from matrixlib.tasks.spec import GameSpec, weights
 TRIAL_GAMES = 4
 HELD_OUT = 20  # one in so many games is held out
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
-Tally: TypeAlias = dict[str, Any]  # see `tally`
+Tally: TypeAlias = dict[str, Any]  # see `selfplay.tally`
 Against: TypeAlias = Literal["match", "anchor"]  # the best network, or generation 0
 
 
@@ -226,19 +226,6 @@ def play_chunk(
             shards[name] = pack_shard(spec.layout, part, {**meta, "split": split})
     figures = tally(game.game, traces) | {"positions": len(batch["records"]), "seconds": time.monotonic() - began}
     return figures, shards
-
-
-def tally(game: Game, traces: Sequence[Trace]) -> Tally:
-    """wins, draws, losses: of the side that starts; unknown: games without a result; played_out: games continued
-    although a side would have resigned, wrong: of these, not lost by that side."""
-    starters = [
-        -1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces
-    ]  # trace results are the first mover's
-    points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
-    judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
-    results = {"wins": points[1.0], "draws": points[0.0], "losses": points[-1.0], "unknown": points[None]}
-    plies = sum(len(trace.line) for trace in traces)
-    return {"games": len(traces), "plies": plies, **results, "wrong": sum(judged), "played_out": len(judged)}
 
 
 def play_part(

@@ -29,29 +29,13 @@ SMOOTH_POINTS, SMOOTH_SHARE = 5, 1 / 30  # window of running means: at least, an
 MAX_LOSS_CHARTS = 6  # more terms share one chart
 SLOW = 0.75  # of the usual throughput
 LEGEND_SHARE = 0.4  # of the curves' height, above them
-LEGEND: dict[str, Any] = {
-    "frameon": False,
-    "handlelength": 1.2,
-    "borderaxespad": 0.1,
-    "labelspacing": 0.2,
-    "columnspacing": 1.0,
-}
+LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.2, "borderaxespad": 0.1, "labelspacing": 0.2}
 INCHES, ACROSS, DPI = (9.0, 2.3), 3, 200  # size of a row, charts a row, dots per inch
 GREY, RED = "#808080", "#d93a2f"  # legible on white and on black
 COLOURS = ("#2f7ed8", "#e8710a", "#159a6b", "#c2478f", "#8a63d2", "#a58a00", "#0fa3b1", "#d1495b")
-COLUMNS = (
-    "loss",
-    "losses",
-    "metrics",
-    "validation",
-    "extra",
-    "initial",
-    "learning_rate",
-    "grad_norm",
-    "throughput",
-    "memory",
-)
+LOGGED = ("loss", "losses", "metrics", "validation", "extra", "initial", "learning_rate", "grad_norm", "throughput")
 HELD_OUT = "validation/"
+NAMES = {"grad_norm": "gradient norm", "rss_mib": "process", "allocated_mib": "GPU tensors", "driver_mib": "GPU"}
 Kind = Literal["raw", "line", "held-out"]
 FrameT = TypeVar("FrameT", DataFrame, Series)
 
@@ -127,7 +111,7 @@ class Mark:
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Plotted numbers of a metrics.jsonl row by `frame` column, and its step."""
     norms = row.get("statistics", {}).get("gradient_norm", {})
-    parts = {key: row[key] for key in COLUMNS if row.get(key) is not None}
+    parts = {key: row[key] for key in (*LOGGED, "memory") if row.get(key) is not None}
     return {"step": row["step"], **dict(flatten(parts)), **{key: norms[key] for key in ("p95", "clip") if key in norms}}
 
 
@@ -220,12 +204,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 def readable(column: str) -> str:
     """A column's name for people: "metrics/policy/top1" is "policy top-1", "metrics/value/accuracy" is "value"."""
     name = re.sub(r"^(validation/)?(losses/|metrics/|extra/|memory/)?", "", column).removeprefix("ssl_")
-    name = {
-        "grad_norm": "gradient norm",
-        "rss_mib": "process",
-        "allocated_mib": "GPU tensors",
-        "driver_mib": "GPU",
-    }.get(name, name)
+    name = NAMES.get(name, name)
     return re.sub(r"top(\d)", r"top-\1", name.removesuffix("/accuracy")).replace("_", " ").replace("/", " ")
 
 
@@ -269,16 +248,8 @@ def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
             axes.plot(*points, color=curve.colour, linewidth=1.6, label=curve.name)
     for name, value in chart.levels:
         axes.axhline(value, color=GREY, linewidth=0.9, linestyle=":")
-        axes.annotate(
-            name,
-            (1, value),
-            (-2, 1),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color=GREY,
-        )
+        at = axes.get_yaxis_transform()
+        axes.text(0.99, value, name, transform=at, ha="right", va="bottom", fontsize=9, color=GREY)
     for mark in events:
         axes.axvline(mark.step, color=RED if mark.bad else GREY, linewidth=0.8, linestyle="-" if mark.bad else "--")
     if chart.log:

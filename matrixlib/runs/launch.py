@@ -18,7 +18,6 @@ import psutil
 from matrixlib import files, progress
 from matrixlib.hardware import machine
 from matrixlib.runs import report
-from matrixlib.runs import run as runs
 from matrixlib.runs.record import newest_unfinished, requested_config, run_folder
 from matrixlib.tasks import get_task, load_config
 
@@ -35,20 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
     name = "name of the run (torchrun takes --run for its own); empty = resume the newest incomplete, else start one"
     parser.add_argument("--run", "--name", dest="run", default="", help=name)
     parser.add_argument("--resume", action="store_true", help="resume the newest unfinished training, of any preset")
-    base = "train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others"
-    parser.add_argument("--base", action="store_true", help=base)
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
     options = parser.parse_args(arguments)
     machine.set_waiting_policy()  # inherited by the kernel
     overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}
-    if "TORCHELASTIC_RUN_ID" in os.environ and not options.base:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         from matrixlib.runs import ranks
 
         return ranks.train(options.preset, options.run, overrides, options.device, options.steps)
     try:
-        if options.base:
-            return _write_base(options.preset, options.device, options.run)
         if options.resume:
             found = newest_unfinished()
             options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
@@ -78,19 +73,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
     return 1 if reason else 0
-
-
-def _write_base(preset: str, device: str, run: str) -> int:
-    """Write a checkpoint of an untrained network for others to start from; returns the exit code."""
-    with contextlib.closing(runs.open_run(preset, device, run=run, kind="base")) as current:
-        if made := current.trainer.step:
-            raise ValueError(f"run '{current.name}' has made {made} updates: give a new run name")
-        path = current.trainer.save()
-        current.trainer.checkpoints.join()
-        tensors = current.model.state_dict()
-    print(f"{_relative(path)}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers")
-    print(f"next: train from it with -p init {_relative(current.folder)}")
-    return 0
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:

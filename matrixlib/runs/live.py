@@ -94,8 +94,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
             self._panel.close()
 
     def _curves(self) -> dict[str, Any]:
-        curves: dict[str, Any] = self._view(figures.charts(self.table()), figures.marks(self._rows))
-        return curves
+        return self._view(figures.charts(self.table()), figures.marks(self._rows))
 
     def _progress(self, line: str) -> dict[str, Any]:
         return {"step": self._step, "total": self.total, "text": self._pace(time.perf_counter()), "line": line}

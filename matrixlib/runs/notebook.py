@@ -20,7 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 from matrixlib import files
 from matrixlib.config import nearest
 from matrixlib.runs.report import add_verdict
-from matrixlib.runs.report import figures_table as figures_table  # for notebooks
 
 PAPERMILL = "# Parameters\n"  # first line of papermill's injected cell
 HINTS = {

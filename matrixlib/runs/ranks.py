@@ -18,13 +18,7 @@ from matrixlib.runs.live import LivePlot
 
 
 def train(
-    preset: str,
-    run: str,
-    overrides: Mapping[str, Any],
-    device: str = "auto",
-    steps: int = 0,
-    trace: int = 0,
-    tensorboard: bool = False,
+    preset: str, run: str, overrides: Mapping[str, Any], device: str = "auto", steps: int = 0, trace: int = 0
 ) -> int:
     """Train as this torchrun process's rank; returns the exit code. Rank 0 prints progress."""
     import torch.distributed as dist
@@ -38,7 +32,7 @@ def train(
             print(current.describe(), flush=True)
             panel = LivePlot(current.steps, title=current.preset, history=current.history())
         with panel or nullcontext():
-            for stats in current.train(trace, tensorboard):
+            for stats in current.train(trace):
                 if panel is not None:
                     panel.update(stats)
     except (KeyboardInterrupt, Terminated) as told:

@@ -28,6 +28,7 @@ from matrixlib.engine.stats import DECISIONS
 from matrixlib.files import reports_root
 from matrixlib.hardware.runtime import words
 from matrixlib.runs import figures, watch
+from matrixlib.tasks.spec import figures_table, number_text
 
 MAX_MESSAGES = 20  # of each kind: decisions, and the latest others
 FACTS = {
@@ -48,7 +49,7 @@ SHOWN: list[tuple[str, str, Any, str]] = [
     ("most memory, of all", "memory/share", "max", "{:.0%}"),
     ("the GPU was busy, median", "memory/busy", "median", "{:.0%}"),
 ]
-"""What is shown of a training -> columns of its rows, which of their numbers, and how it is written."""
+"""What is shown of a training, columns of its rows, which of their numbers, and how it is written."""
 SHOWN_BESIDE = ("seed", "train.steps", "runtime.device")  # have their own columns, or are not choices
 ALWAYS = ("run", "verdict")  # columns of the index; others only if any run has a value
 MAX_NOTES = 500  # characters
@@ -151,7 +152,7 @@ def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) ->
         "run": folder.name,
         "verdict": word,
         "why": why,
-        "notes": _notes(folder),
+        "notes": (_read(folder / "notes.txt", [], lambda path: path.read_text("utf-8", "replace")) or "")[:MAX_NOTES],
         "preset": summary.get("preset") or record.get("preset") or "",
         "changes": ", ".join(f"{name} {value}" for name, value in changes.items() if name not in SHOWN_BESIDE),
         "seed": requested.get("seed"),
@@ -165,14 +166,6 @@ def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) ->
     }
 
 
-def _notes(folder: Path) -> str:
-    """The user's notes.txt."""
-    try:
-        return (folder / "notes.txt").read_text("utf-8", "replace")[:MAX_NOTES].strip()
-    except OSError:
-        return ""
-
-
 def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, sortable and filterable; returns its path."""
     root = Path(root) if root is not None else reports_root()
@@ -183,22 +176,6 @@ def write_index(root: Path | None = None) -> Path:
     path = root / "index.html"
     files.write_text(path, _page("Runs", runs=runs, columns=columns))
     return path
-
-
-def figures_table(evaluation: Mapping[str, Any]) -> DataFrame:
-    """An evaluation (of summary.json, say) as text: a row for each figure, columns `value` and `baselines`.
-
-    A baseline belongs to figures that contain its last word: `uniform_top1` to `top1`, `majority_wdl` to
-    `wdl_accuracy`. Rates (top..., ...accuracy) are in percent. Other types are left out.
-    """
-    rows = {}
-    for name, value in evaluation.items():
-        if isinstance(value, (int, float, str)):
-            baselines = [(key.rpartition("_"), other) for key, other in evaluation.get("baselines", {}).items()]
-            beside = [(key.replace("_", " "), other) for (key, _, of), other in baselines if of in name.split("_")]
-            texts = [f"{key} {_number(name, other)}" for key, other in beside]
-            rows[name.replace("_", " ")] = _number(name, value), ", ".join(texts)
-    return DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -267,14 +244,7 @@ def _text(value: Any, name: str) -> str:
         return f"{value:.0%}" if value <= 1 else "disturbed: the peak was measured beside other work"
     if name == "lost rows":
         return f"{value:.2%}"
-    return f"{value:,.0f}" if name in FACTS.values() else _number(name, value)
-
-
-def _number(name: str, value: Any) -> str:
-    if isinstance(value, float):
-        share = name.replace("_", " ").split()[-1].startswith(("top", "accuracy", "valid"))
-        return f"{value:.1%}" if share else f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,.0f}" if name in FACTS.values() else number_text(name, value)
 
 
 # What a run's folder holds

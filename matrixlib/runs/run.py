@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Batch
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.start import Start
-    from matrixlib.runs.tensorboard import Events
     from matrixlib.tasks.spec import Check
 
 
@@ -148,11 +147,10 @@ class Run:
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
 
-    def train(self, trace: int = 0, tensorboard: bool = False) -> Generator[Stats]:
+    def train(self, trace: int = 0) -> Generator[Stats]:
         """Train to the last update, from the newest intact checkpoint if there is one; yields after each update.
 
-        trace: record the three updates after this one in trace.json, for chrome://tracing; 0 = none. tensorboard: write
-        TensorBoard events to the run's folder `events`.
+        trace: record the three updates after this one in trace.json, for chrome://tracing; 0 = none.
 
         Holds the run's lock while training and releases it however it ends, so the same notebook can resume. Warnings
         are shown once and kept in `messages`.
@@ -168,14 +166,13 @@ class Run:
                 self.close()  # rank 0 takes the lock and writes
                 self._forget()
                 backend.empty_cache(self.runtime.torch_device)  # of trials: a rank uses the same GPU
-                options = {"overrides": configuration.dump(self.requested), "trace": trace, "tensorboard": tensorboard}
-                request = {"preset": self.preset, "run": self.name, **options}
+                overrides = configuration.dump(self.requested)
+                request = {"preset": self.preset, "run": self.name, "overrides": overrides, "trace": trace}
                 yield from elastic.follow(self.folder, self.processes, request, self._say)
             else:
-                yield from self._train(trace, tensorboard)
+                yield from self._train(trace)
 
-    def _train(self, trace: int, tensorboard: bool) -> Generator[Stats]:
-        events: Events | None = None
+    def _train(self, trace: int) -> Generator[Stats]:
         if self.ranks.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._forget()  # another process resumed the run meanwhile
         try:
@@ -189,8 +186,6 @@ class Run:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
                         self._say(f"update {stats.step}: {text}")
-                    if tensorboard and self.ranks.first:
-                        events = self._log_events(events, stats)
                     yield stats
             model = self.trainer.evaluation_model()
             if model is not None:
@@ -202,29 +197,12 @@ class Run:
                 ending.end_early(self.folder, self.preset, self.data.runtime, error)
             raise
         finally:
-            if events is not None:
-                events.close()
             self.close()
 
     def _forget(self) -> None:
         if self._trainer is not None:
             self._trainer.metrics.close()
             self._trainer = None
-
-    def _log_events(self, events: Events | None, stats: Stats) -> Events:
-        """The events plus one update; rewritten at the first, and after a truncation of the metrics."""
-        from matrixlib.runs.tensorboard import Events
-
-        cut = stats.action == "rollback"
-        if events is None or cut:
-            if events is not None:
-                events.close()
-            curriculum = self.trainer.curriculum
-            phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
-            events = Events(self.folder, [row for row in self.history() if row["step"] != stats.step or cut], phases)
-        if not cut:
-            events.add(stats.row())
-        return events
 
     def _say(self, text: str) -> None:
         self.messages.append(text)

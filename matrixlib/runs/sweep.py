@@ -29,6 +29,7 @@ from matrixlib.config import (
     Section,
     difference,
     merge,
+    nest,
     option,
     read_preset,
     validated,
@@ -238,16 +239,6 @@ def request(sweep: SweepConfig, values: Mapping[str, Any]) -> tuple[str, dict[st
         steps = max(1, round(values["compute"] / (flops * config.train.batch_size)))
         changes = merge(changes, {"train": {"steps": steps}})
     return preset, changes
-
-
-def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as a nested mapping."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        out = merge(out, value)
-    return out
 
 
 def edges(space: Mapping[str, list[Any] | Range]) -> Iterator[dict[str, Any]]:

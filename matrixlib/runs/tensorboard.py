@@ -1,8 +1,10 @@
 """TensorBoard events of a run, derived from its metrics.jsonl.
 
-Rewritten whenever a run is opened with them, so that resumed and rolled-back updates appear once. Needs the extra
-`tensorboard` (tensorboardX; for viewing: `pip install tensorboard`).
+Rewritten when made and after a rollback, so that every update appears once. Needs the extra `tensorboard`
+(tensorboardX; for viewing: `pip install tensorboard`).
 """
+
+from __future__ import annotations
 
 import os
 import shutil
@@ -10,38 +12,50 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.engine.metrics import flatten
+
+if TYPE_CHECKING:
+    from matrixlib.runs.run import Run
 
 FOLDER = "events"
 NOT_SCALAR = ("step", "time", "verdict", "messages", "events", "updates")
 
 
 class Events:
-    """Event files of one run. phases: description of each curriculum phase."""
+    """Event files of the run in `folder`, with the updates so far. phases: description of each curriculum phase.
+    ValueError without tensorboardX."""
 
     def __init__(
-        self, folder: Path, rows: Iterable[Mapping[str, Any]] = (), phases: Mapping[int, str] | None = None
+        self, folder: Path, rows: Iterable[Mapping[str, Any]], phases: Mapping[int, str] | None = None
     ) -> None:
-        """Start with the existing rows. ValueError without tensorboardX."""
+        self._run, self._phases = folder, phases or {}
+        self.folder = folder / FOLDER
+        self._write(rows)
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise ValueError(
                 "TensorBoard events need tensorboardX: pip install 'matrixlib[tensorboard]', or leave them out"
             ) from None
-        self.folder, self._phases, self._phase = folder / FOLDER, phases or {}, -1
         shutil.rmtree(self.folder, ignore_errors=True)
         self._writer = SummaryWriter(str(self.folder), purge_step=0)  # open viewers drop older events
+        self._step, self._phase = 0, -1
         for row in rows:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl: numbers as scalars; warnings and new phases as text."""
         step, when = int(row["step"]), datetime.fromisoformat(row["time"]).timestamp() if "time" in row else None
+        if step <= self._step:  # after a rollback, which truncated the log
+            self.close()
+            self._write([kept for kept in metrics.read(self._run / "metrics.jsonl") if kept["step"] < step])
+        self._step = step
         for name, value in flatten({key: row[key] for key in row if key not in NOT_SCALAR}):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(name, value, step, walltime=when)
@@ -54,6 +68,13 @@ class Events:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def open_events(run: Run) -> Events:
+    """Events of a run that is about to be trained: `add` each update's `stats.row()`."""
+    curriculum = run.spec.curriculum(run.config)
+    phases = curriculum.phases if curriculum is not None else ()
+    return Events(run.folder, run.history(), {phase.number: str(phase) for phase in phases})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ Exit code 1 if a run is stalled.
 import argparse
 import contextlib
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -18,10 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-from pydantic import AwareDatetime, BaseModel, NonNegativeFloat
-
 from matrixlib import files
+from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.progress import clock_time, duration
 
 STALL_SECONDS = 300.0
@@ -39,36 +36,6 @@ class RunStatus(NamedTuple):
 
     word: str
     text: str
-
-
-class Heartbeat(BaseModel):
-    """heartbeat.json as written by the trainer. interval: seconds between heartbeats."""
-
-    time: AwareDatetime
-    host: str
-    pid: int = 0
-    phase: str = "training"
-    step: int = 0
-    steps: int = 0
-    step_seconds: NonNegativeFloat = 0.0
-    interval: NonNegativeFloat = 0.0
-
-    @property
-    def updates(self) -> str:
-        return f"update {self.step:,} of {self.steps:,}" if self.steps else f"{self.step:,} updates"
-
-    def process_lives(self) -> bool:
-        """Whether its process exists; True if unknown, on another machine."""
-        if self.host != platform.node():
-            return True
-        try:
-            process = psutil.Process(self.pid)
-            # the process id may have been reused
-            return process.create_time() <= self.time.timestamp() + 1 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.AccessDenied:
-            return True
-        except psutil.NoSuchProcess:
-            return False
 
 
 def run_status(folder: Path, now: datetime | None = None) -> RunStatus:

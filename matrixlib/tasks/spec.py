@@ -357,3 +357,29 @@ def other_weights(what: str, sha256: str, record: Mapping[str, Any], when: str) 
     before = str(record.get("sha256", sha256))
     same = sha256 == before
     return "" if same else f"{what} holds other weights than when {when} ({sha256[:12]} in place of {before[:12]})"
+
+
+def figures_table(evaluation: Mapping[str, Any]) -> Any:
+    """An evaluation (of summary.json, say) as a DataFrame of text: a row for each figure, columns `value`, `baselines`.
+
+    A baseline belongs to figures that contain its last word: `uniform_top1` to `top1`, `majority_wdl` to
+    `wdl_accuracy`. Rates (top..., ...accuracy) are in percent. Other types are left out.
+    """
+    import pandas as pd
+
+    rows = {}
+    for name, value in evaluation.items():
+        if isinstance(value, (int, float, str)):
+            baselines = [(key.rpartition("_"), other) for key, other in evaluation.get("baselines", {}).items()]
+            beside = [(key.replace("_", " "), other) for (key, _, of), other in baselines if of in name.split("_")]
+            texts = [f"{key} {number_text(name, other)}" for key, other in beside]
+            rows[name.replace("_", " ")] = number_text(name, value), ", ".join(texts)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
+
+
+def number_text(name: str, value: Any) -> str:
+    """A figure as text: rates in percent, fractions with three digits."""
+    if isinstance(value, float):
+        share = name.replace("_", " ").split()[-1].startswith(("top", "accuracy", "valid"))
+        return f"{value:.1%}" if share else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
