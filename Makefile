@@ -73,8 +73,9 @@ endif
 
 install: $(STAMP)
 
+quote = '$(subst ','\'',$(1))'
 LAUNCH = @$(BIN)/python -m matrixlib.runs.launch
-LIMITS = $(if $(STEPS),--steps $(STEPS)) $(if $(TARGET_LOSS),--target-loss $(TARGET_LOSS))
+LIMITS = $(if $(STEPS),--steps $(call quote,$(STEPS))) $(if $(TARGET_LOSS),--target-loss $(call quote,$(TARGET_LOSS)))
 train: $(STAMP)
 	$(LAUNCH) --preset quick $(LIMITS)
 
@@ -92,7 +93,7 @@ hw-report: $(STAMP)
 GAMES ?= 1000
 generate-data: $(STAMP)
 	@mkdir -p reports/sample
-	$(BIN)/papermill notebooks/sample.ipynb reports/sample/sample.ipynb -p games $(GAMES) -p games_per_chunk 20 \
+	$(BIN)/papermill notebooks/sample.ipynb reports/sample/sample.ipynb -p games $(call quote,$(GAMES)) -p games_per_chunk 20 \
 		--no-progress-bar --stdout-file - --stderr-file -
 
 cycle: $(STAMP)
@@ -138,10 +139,10 @@ DEVICE ?= cuda
 gpu: export MATRIXLIB_CARD := $(DEVICE)
 gpu: export CUBLAS_WORKSPACE_CONFIG := :4096:8
 gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu -ra -k "$(PART)"
+	$(BIN)/python -m pytest tests/gpu -ra -k $(call quote,$(PART))
 
 report: $(STAMP)
-	@$(BIN)/python -m matrixlib.runs.report $(RUN)
+	@$(BIN)/python -m matrixlib.runs.report $(if $(RUN),$(call quote,$(RUN)))
 
 # Each in a reports root of its own: eval.ipynb would else pick up a run of yours, or of another notebook.
 refresh: $(STAMP)

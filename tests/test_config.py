@@ -95,7 +95,7 @@ def latin(**sections: Any) -> Config:
 def test_every_option_has_its_default_and_its_meaning_in_the_schema(task: str) -> None:
     whole = parse({"task": task}, "config")
     rows = options_of(type(whole))
-    assert {row[0] for row in rows} == {key for key, _ in configuration._leaves(dump(whole))}
+    assert {row[0] for row in rows} == set(configuration.dotted(dump(whole)))
     assert all(kind and default and meaning for key, kind, default, meaning in rows if key != "task")
 
 
@@ -104,7 +104,7 @@ def test_a_preset_names_only_what_differs_from_the_defaults_and_comes_back_throu
     text = (PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
     config = load(name)
     differing = difference(config, parse({"task": config.task}, "defaults"))
-    named = {key for key, _ in configuration._leaves(read_yaml(text, name))} - {"task"}
+    named = set(configuration.dotted(read_yaml(text, name))) - {"task"}
     assert named == set(differing)
     assert parse(dump(config), "back") == config
     assert parse(read_yaml(configuration.to_yaml(config), "back"), "back") == config

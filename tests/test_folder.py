@@ -5,6 +5,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from matrixlib import files
 from matrixlib.engine import folder as folders
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.runs import browse
+from matrixlib.runs import browse, record
 from matrixlib.runs import run as runs
+from matrixlib.runs.cycle import open_cycle
+from matrixlib.runs.cycle_games import CycleError
 from matrixlib.tasks import load_config
 from matrixlib.tasks.spec import find_run
 
@@ -24,7 +27,7 @@ WHOLE |= {"requested": {"task": "chess"}, "catalogue": ""}
 
 def name_run(preset: str, run: str = "") -> str:
     """The name that `open_run` would use."""
-    return runs.run_folder(preset, run, load_config(preset)).name
+    return record.run_folder(preset, run, load_config(preset)).name
 
 
 def make(root: Path, name: str, record: str = "", summary: str = "") -> Path:
@@ -108,10 +111,6 @@ def test_a_trained_run_that_lost_its_record_is_not_begun_anew(reports: Path, rec
         (folder / "run.json").unlink()
     with pytest.raises(ValueError, match=why):
         runs.open_run(run="mine")
-    if not record:
-        (folder / "cycle.yaml").touch()
-        with pytest.raises(runs.RunError, match="'mine' is the folder of a cycle: give the run another name"):
-            runs.open_run(run="mine")
 
 
 @pytest.mark.parametrize("config", [None, b"\xff\xfe", b"[]", b"{" * 5000])
@@ -135,6 +134,37 @@ def test_a_name_that_no_folder_can_have_is_refused(reports: Path, tmp_path: Path
     with pytest.raises(runs.RunError, match=r"^run name "):
         runs.open_run(run=name)
     assert [path.name for path in reports.iterdir()] == ["index.html"]
+
+
+def test_a_name_belongs_to_one_kind_of_folder(reports: Path) -> None:
+    for file in folders.KINDS:
+        folder = reports / file
+        folder.mkdir()
+        (folder / file).touch()
+        for other in folders.KINDS:
+            problem = folders.name_conflict(file, other)
+            assert problem == ("" if other == file else f"is that of {folders.KINDS[file]}: take another")
+    for name in ("cycle.yaml", "sweep.yaml", "catalogue.sqlite"):
+        with pytest.raises(runs.RunError, match=f"^run name '{name}' is that of a "):
+            runs.open_run(run=name)
+    for name in ("run.json", "sweep.yaml"):
+        with pytest.raises(CycleError, match=f"^cycle name '{name}' is that of a "):
+            open_cycle(cycle=name)
+    assert [sorted(path.name for path in folder.iterdir()) for folder in sorted(reports.iterdir())] == [
+        [name] for name in sorted(folders.KINDS)
+    ]
+
+
+def test_a_finished_run_is_not_asked_for_fewer_updates(reports: Path) -> None:
+    tiny = {"data": {"limit": 512}, "model": {"channels": 16, "blocks": 1}, "train": {"batch_size": 32}}
+    for _ in runs.open_run(device="cpu", run="done", overrides=tiny, steps=3).train():
+        pass
+    before = (reports / "done" / "config.yaml").read_bytes()
+    with pytest.raises(runs.RunError, match=r"has made 3 updates, more than train\.steps: 2; name another run"):
+        runs.open_run(device="cpu", run="done", overrides=tiny, steps=2)
+    assert (reports / "done" / "config.yaml").read_bytes() == before
+    with closing(runs.open_run(device="cpu", run="done", overrides=tiny, steps=4)) as longer:
+        assert [stats.step for stats in longer.train()] == [4]
 
 
 @pytest.mark.parametrize("root", ["file/reports", "x" * 5000])

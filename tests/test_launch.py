@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,16 +120,18 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
 
     quick = [f"{tmp_path}/bin/python -m matrixlib.runs.launch --preset quick"]
     assert commands("train") == commands("train-quick") == quick
-    assert commands("train", "STEPS=7", "TARGET_LOSS=0.09") == [f"{quick[0]} --steps 7 --target-loss 0.09"]
+    assert commands("train", "STEPS=7", "TARGET_LOSS=0.09") == [f"{quick[0]} --steps '7' --target-loss '0.09'"]
     assert commands("train-resume") == [f"{tmp_path}/bin/python -m matrixlib.runs.launch --resume"]
     (full,) = commands("train-full", "TARGET_LOSS=0.09")
-    assert full.split()[1:] == ["-m", "matrixlib.runs.launch", "--preset", "small", "--target-loss", "0.09"]
-    assert commands("train-full", "STEPS=7")[0].split()[-2:] == ["--steps", "7"]
+    assert full.split()[1:] == ["-m", "matrixlib.runs.launch", "--preset", "small", "--target-loss", "'0.09'"]
+    assert commands("train-full", "STEPS=7")[0].split()[-2:] == ["--steps", "'7'"]
     assert commands("train-full")[0].split()[-2:] == ["--preset", "small"]
     assert commands("hw-report") == [f"{tmp_path}/bin/python -m matrixlib.bench --hardware"]
     (data,) = commands("generate-data", "GAMES=7")
     assert "notebooks/sample.ipynb" in data
-    assert "-p games 7" in data
+    assert "-p games '7'" in data
+    (hostile,) = commands("report", "RUN=a'; touch b; '")
+    assert shlex.split(hostile)[-1] == "a'; touch b; '", "one word of the shell"
 
 
 def test_a_target_loss_reaches_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +168,17 @@ def test_what_cannot_begin_is_one_line_and_exit_code_2(
     assert "did you mean 'quick'" in refused("--preset", "quik")
     assert "validation.target_loss" in refused("--preset", "demo", "--target-loss", "-1")
     assert list(reports.iterdir()) == []
+    monkeypatch.setattr(launch, "_execute", lambda *_: pytest.fail("executed"))
+    overrides = {"train": {"steps": 4, "batch_size": 16}, "validation": {"limit": 64}}
+    for _ in runs.open_run("demo", "cpu", run="done", overrides=overrides).train():
+        pass
+    (reports / "done" / "train.ipynb").write_text("executed")
+    before = {path: path.read_bytes() for path in (reports / "done").rglob("*") if path.is_file()}
+    assert "started with other values (" in refused("--preset", "quick", "--run", "done")
+    (reports / "theirs").mkdir()
+    (reports / "theirs" / "cycle.yaml").touch()
+    assert "'theirs' is that of a cycle" in refused("--preset", "demo", "--run", "theirs")
+    assert {path: path.read_bytes() for path in (reports / "done").rglob("*") if path.is_file()} == before
     (reports / "file").write_text("")
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(reports / "file"))
     assert "file cannot be written" in refused("--preset", "demo")

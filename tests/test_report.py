@@ -97,9 +97,13 @@ def test_a_missing_or_damaged_part_is_named(tmp_path: Path, name: str) -> None:
     assert f"{name} is missing" in Structure(report.write_report(folder)).text
 
 
-def test_an_empty_folder_and_the_verdict_of_a_notebook_have_a_report(tmp_path: Path) -> None:
+def test_a_crashed_run_and_the_verdict_of_a_notebook_have_a_report(tmp_path: Path) -> None:
     """Of a crash before the first update; the probe and the cycle leave a verdict and no run."""
     (tmp_path / "crashed").mkdir()
+    with pytest.raises(ValueError, match="no run at"):  # any folder, of a system, say
+        report.write_report(tmp_path / "crashed")
+    assert list((tmp_path / "crashed").iterdir()) == []
+    (tmp_path / "crashed" / "config.yaml").write_text("task: chess")
     assert "Verdict: not finished" in Structure(report.write_report(tmp_path / "crashed")).text
     (tmp_path / "probe").mkdir()
     write_json(tmp_path / "probe" / "summary.json", {"verdict": {"passed": True, "checks": []}})

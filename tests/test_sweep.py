@@ -160,7 +160,7 @@ def test_another_request_under_the_same_name_is_refused(reports: Path, monkeypat
         run_notebook("sweep", sweep="s", overrides={"steps": 5})
     (reports / "victim").mkdir()
     write_json(reports / "victim" / "run.json", {})
-    with pytest.raises(sweep.SweepError, match="name of a training"):
+    with pytest.raises(sweep.SweepError, match=r"^sweep name 'victim' is that of a training: take another"):
         open_folder("victim", options)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(sweep.SweepError, match=r"pip install .*sweep"):

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from matrixlib.files import write_json
@@ -26,7 +27,7 @@ def beat(folder: Path, age: float, phase: str = "training", now: datetime = NOW,
 @pytest.fixture(autouse=True)
 def began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is older than the heartbeats of these tests."""
-    monkeypatch.setattr(watch.psutil.Process, "create_time", lambda self: 0.0)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_not_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat(tmp_path / "run", 3)
-    monkeypatch.setattr(watch.psutil.Process, "create_time", lambda self: NOW.timestamp() + 60)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: NOW.timestamp() + 60)
     assert watch.run_status(tmp_path / "run", NOW).word == "gone"
 
 
@@ -87,6 +88,8 @@ def test_index_and_the_command_say_it(reports: Path, capsys: pytest.CaptureFixtu
     beat(reports / "busy", 3, now=now)
     (reports / "broken").mkdir()
     (reports / "broken" / "heartbeat.json").write_text("{")
+    assert watch.main(["broken"]) == watch.main([""]) == 2
+    (reports / "broken" / "run.json").write_text("{")
     assert watch.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[0] == "quiet" and "stalled for 12 min" in line for line in lines)

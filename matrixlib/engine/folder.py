@@ -10,6 +10,9 @@ from typing import Any
 from matrixlib import files
 from matrixlib.config import ConfigError, read_yaml_file
 
+KINDS = {"run.json": "a training", "cycle.yaml": "a cycle", "sweep.yaml": "a sweep", "catalogue.sqlite": "a data set"}
+"""File that a folder below the reports root has from its start on -> what it is."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -23,6 +26,14 @@ class RunFolder:
     complete: bool
     record: Mapping[str, Any]
     summary: Mapping[str, Any]
+
+
+def name_conflict(name: str, file: str) -> str:
+    """Why no folder of the kind that has this file (of `KINDS`) can have this name below the reports root, or ""."""
+    if problem := files.name_problem(name):
+        return problem
+    others = [kind for other, kind in KINDS.items() if other != file and (files.reports_root() / name / other).exists()]
+    return f"is that of {others[0]}: take another" if others else ""
 
 
 def read_run(folder: Path) -> RunFolder:

@@ -22,6 +22,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import read_info
+from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json, write_json, write_text
@@ -52,7 +53,7 @@ def open_cycle(
     """
     config = games.load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
-    if problem := files.name_problem(name):
+    if problem := name_conflict(name, "cycle.yaml"):
         raise CycleError(f"cycle name {name!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"

@@ -18,7 +18,7 @@ import psutil
 from matrixlib import files, progress
 from matrixlib.hardware import machine
 from matrixlib.runs import report
-from matrixlib.runs.record import newest_unfinished, requested_config, run_folder
+from matrixlib.runs.record import changes_on_resume, newest_unfinished, requested_config, run_folder, stored_record
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
         requested = requested_config(options.preset, options.device, -1, options.steps, overrides)
         folder = run_folder(options.preset, options.run, requested)
+        if record := stored_record(folder):  # refuse before the notebook of a finished run is replaced
+            changes_on_resume(folder, requested, record)
         files.make_folder(folder)
     except ValueError as problem:
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{words}; rerun the same command to resume from the last checkpoint", file=sys.stderr)
             return 128 + number
     summary = files.read_json(folder / "summary.json")
-    if summary.get("complete"):
+    if summary.get("complete") and not reason:
         minutes, next_steps = summary["seconds"] / 60, get_task(load_config(options.preset).task).next_steps
         until = f"{minutes:.1f} min, until {progress.clock_time()}"
         print(f"{summary['positions']:,} positions in {until}; held-out: {summary['headline']}")

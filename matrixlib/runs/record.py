@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.engine.folder import RunFolder, intact_runs, read_run, read_run_config
+from matrixlib.engine.folder import RunFolder, intact_runs, name_conflict, read_run, read_run_config
 from matrixlib.engine.parts import Parts
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
@@ -60,7 +60,7 @@ def run_folder(preset: str, run: str, requested: Config, kind: str = "train", pa
     created)."""
     root = files.reports_root()
     if run:
-        if problem := files.name_problem(run):
+        if problem := name_conflict(run, "run.json"):
             raise RunError(f"run name {run!r} {problem}")
         return root / run
     wanted = {"kind": kind, "preset": preset, "requested": configuration.dump(requested)}
@@ -115,8 +115,6 @@ def stored_record(folder: Path) -> dict[str, Any]:
             what = " and no ".join(sorted(lacking))
             raise RunError(f"{folder / 'run.json'} has no {what}: restore it from a backup, or give another run name")
         return record
-    if (folder / "cycle.yaml").exists():
-        raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
     if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
         raise RunError(
             f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: restore it from a backup, or give "
@@ -125,17 +123,27 @@ def stored_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def changes_on_resume(folder: Path, requested: Config, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options that differ from what was requested before: key -> (old, new). RunError for those that may not change,
+    and for fewer updates than the run has made."""
+    before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
+    changes = configuration.difference(requested, before)
+    if fixed := [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if not key.startswith(MAY_CHANGE)]:
+        text = ", ".join(fixed)
+        raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
+    made, steps = read_run(folder).summary.get("steps", 0), requested.train.steps
+    if "train.steps" in changes and steps != "auto" and steps < made:
+        raise RunError(f"run '{folder.name}' has made {made} updates, more than train.steps: {steps}; name another run")
+    return changes
+
+
 def resume_record(
     folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str], processes: int
 ) -> tuple[Config, runtimes.Runtime]:
     """Resolved configuration and runtime of a resumed run with permitted changes; others are rejected by name."""
     data, file = read_run_config(folder)
     data = configuration.dump(parse_config(data, file, requested.task))
-    before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
-    changes = configuration.difference(requested, before)
-    if fixed := [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if not key.startswith(MAY_CHANGE)]:
-        text = ", ".join(fixed)
-        raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
+    changes = changes_on_resume(folder, requested, record)
     for key, (old, new) in changes.items():
         section, name = key.split(".")
         if key not in SETTLED or new != "auto":

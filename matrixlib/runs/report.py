@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ SHOWN: list[tuple[str, str, Any, str]] = [
 SHOWN_BESIDE = ("seed", "train.steps", "runtime.device")  # have their own columns, or are not choices
 ALWAYS = ("run", "verdict")  # columns of the index; others only if any run has a value
 MAX_NOTES = 500  # characters
+READ_TEXT = partial(Path.read_text, encoding="utf-8", errors="replace")
 STRANGE = (AttributeError, KeyError, TypeError, ValueError)  # of malformed JSON
 Section = tuple[str, DataFrame | bytes | str]
 """Heading, and what stands below it: a table, a PNG file, or text as it is."""
@@ -61,10 +63,10 @@ Section = tuple[str, DataFrame | bytes | str]
 def write_report(run_folder: Path) -> Path:
     """Write report.html of a run and return its path; also training.png if it has metrics.
 
-    ValueError if the folder does not exist; missing or damaged parts are named in the report.
+    ValueError if the folder is none of a run; missing or damaged parts are named in the report.
     """
     folder = Path(run_folder)
-    if not os.path.isdir(folder):
+    if not watch.is_run(folder):
         raise ValueError(f"no run at {folder}; runs are the folders under {reports_root()}")
     problems: list[str] = []
     row, summary, record = _known(folder, problems)
@@ -75,7 +77,7 @@ def write_report(run_folder: Path) -> Path:
     details: list[Section] = []
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
-        configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")) or ""
+        configuration = _read(folder / "config.yaml", problems, READ_TEXT) or ""
         if rows:
             picture, log = folder / "training.png", folder / "metrics.jsonl"
             if not picture.exists() or picture.stat().st_mtime_ns < log.stat().st_mtime_ns:
@@ -152,7 +154,7 @@ def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) ->
         "run": folder.name,
         "verdict": word,
         "why": why,
-        "notes": (_read(folder / "notes.txt", [], lambda path: path.read_text("utf-8", "replace")) or "")[:MAX_NOTES],
+        "notes": (_read(folder / "notes.txt", [], READ_TEXT) or "").strip()[:MAX_NOTES],
         "preset": summary.get("preset") or record.get("preset") or "",
         "changes": ", ".join(f"{name} {value}" for name, value in changes.items() if name not in SHOWN_BESIDE),
         "seed": requested.get("seed"),

@@ -28,16 +28,8 @@ from matrixlib.files import read_json
 from matrixlib.hardware import backend, machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
+from matrixlib.runs import record as records
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
-from matrixlib.runs.record import (
-    complete_run,
-    requested_config,
-    resume_record,
-    run_folder,
-    runtime_config,
-    stored_record,
-    write_record,
-)
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
@@ -260,7 +252,7 @@ def open_run(
     machine.set_waiting_policy()
     from matrixlib.engine import distributed
 
-    requested = requested_config(preset, device, seed, steps, overrides or {}, init)
+    requested = records.requested_config(preset, device, seed, steps, overrides or {}, init)
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
     if ranks < 1:
@@ -272,7 +264,7 @@ def open_run(
             "alone; make a task of your own that has these parts (guides/task.md), or take ranks 1"
         )
     own = distributed.join(requested.runtime.rank_timeout)
-    name = own.same(run_folder(preset, run, requested, kind, parts).name if own.first else "")
+    name = own.same(records.run_folder(preset, run, requested, kind, parts).name if own.first else "")
     folder = files.reports_root() / name
     if not own.first:
         own.after_first(name)  # others open what rank 0 wrote
@@ -313,7 +305,7 @@ def finished_run(
     """Folder of a complete run: the named one, else the newest of the task of `preset` whose request `fits`; if there
     is none, one is trained with `overrides`. RunError if the named one is not complete."""
     if name:
-        return complete_run(name)
+        return records.complete_run(name)
     if folder := newest_complete(load_config(preset).task, fits):
         return folder
     fresh = open_run(preset, overrides=overrides)
@@ -343,16 +335,16 @@ def _open(
 
     spec = get_task(requested.task)
     catalogue = Catalogue(spec.folder(requested))
-    record = stored_record(folder)
+    record = records.stored_record(folder)
     messages: list[str] = []
     if record:
         check_same_parts(parts, record.get("parts", {}), folder.name)
-        config, runtime = resume_record(folder, requested, record, messages, processes)
+        config, runtime = records.resume_record(folder, requested, record, messages, processes)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
     else:
         runtime = runtimes.resolve(requested.runtime, requested.train, requested.data, processes)
-        config = runtime_config(requested, runtime)
+        config = records.runtime_config(requested, runtime)
     size = max(ranks.size, processes)
     if config.runtime.shard and size > 1:
         distributed.check_shardable(config, runtime, size)
@@ -381,7 +373,7 @@ def _open(
     if start is not None:
         messages += start.messages
     if not record:
-        write_record(folder, preset, requested, data, kind, start.record if start is not None else {})
+        records.write_record(folder, preset, requested, data, kind, start.record if start is not None else {})
     if size > 1:
         sharded = ", and its part of the network" if config.runtime.shard else ""
         messages.append(f"trained by {size} ranks, each with its own rows of every batch{sharded}")

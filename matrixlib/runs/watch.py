@@ -27,6 +27,7 @@ STALL_UPDATES = 10.0
 """A run is not stalled within the time of this many updates."""
 UNDER_WAY = ("training", "validating", "evaluating", "stalled", "gone")
 """Statuses of unfinished runs."""
+RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "summary.json")
 SHOWN = 20  # most runs without names
 
 
@@ -58,9 +59,14 @@ def run_status(folder: Path, now: datetime | None = None) -> RunStatus:
     return RunStatus("begun", "has not made an update yet")
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run or of a notebook's verdict."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
 def run_folders(root: Path) -> list[Path]:
     """Folders of runs and of notebooks' verdicts, newest first."""
-    folders = {path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")}
+    folders = {path.parent for name in RUN_FILES for path in root.glob(f"*/{name}")}
     started = {folder: str(_object(folder / "run.json").get("started", "")) for folder in folders}
     return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
 
@@ -97,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")
     options, root = parser.parse_args(arguments), files.reports_root()
     folders = [Path(name) if os.path.isdir(name) else root / name for name in options.runs]
-    if absent := [folder for folder in folders if not os.path.isdir(folder)]:
+    if absent := [folder for folder in folders if not is_run(folder)]:
         print(f"no run at {absent[0]}; runs are the folders under {root}", file=sys.stderr)
         return 2
     while True:
