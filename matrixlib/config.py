@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from matrixlib.files import PARAMS
 
@@ -25,10 +25,25 @@ class ConfigError(ValueError):
 
 
 def _number(value: Any) -> Any:
-    """PyYAML reads ``3e-4`` as a string: accept what ``float()`` parses, for float fields only."""
+    """PyYAML reads ``3e-4`` as a string."""
     return float(value) if isinstance(value, str) else value
 
 
+def _readable(path: str) -> str:
+    if not path or os.path.isfile(path):
+        return path
+    raise ValueError("there is no such file")
+
+
+def _writable(path: str) -> str:
+    place = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
+        raise ValueError("cannot be written: give a file in an existing, writable folder")
+    return path
+
+
+InputFile = Annotated[str, AfterValidator(_readable)]  # "" for none
+OutputFile = Annotated[str, AfterValidator(_writable)]
 Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 NonNegative = Annotated[Real, Field(ge=0)]

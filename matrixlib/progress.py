@@ -28,8 +28,7 @@ def interactive() -> bool:
 
 
 def silent() -> bool:
-    """Whether to print nothing that depends on the clock (MATRIXLIB_LIVE=0), so that stored notebooks are
-    reproducible."""
+    """Whether to print nothing that depends on the clock (MATRIXLIB_LIVE=0), for reproducible outputs."""
     return os.environ.get("MATRIXLIB_LIVE") == "0"
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import nbformat
 import pytest
@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from nbclient import NotebookClient
 from papermill.cli import papermill as papermill_command
 
+from matrixlib.config import Count, CountOrZero, InputFile, OutputFile, Positive
 from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed, check_parameters
 from matrixlib.tasks.spec import figures_table
 
@@ -23,24 +24,28 @@ limit: int | None = None
 overrides: dict = {}
 sizes: list[int] = []
 '''
-SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\nvalues = notebook.check_parameters()\n"
+SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\nnotebook.check_parameters()\n"
 
 
-def check(*lines: str) -> dict[str, Any]:
-    """The parameters in force, with these lines in papermill's cell."""
+def check(*lines: str, **bounds: Any) -> None:
+    """Check the parameters, with these lines in papermill's cell."""
     history, values = ["", PARAMETERS, "# Parameters\n" + "\n".join(lines) + "\n", SECOND], dict[str, Any]()
     for source in history[1:3]:
         exec(source, values)
     again = [*history, "%matplotlib inline", "x = loss(1)", history[2], SECOND]  # cells run again in any order
-    assert check_parameters(again, values) == check_parameters(history, values)
-    return check_parameters(history, values)
+    for order in (again, history):
+        check_parameters(order, values, **bounds)
 
 
-def test_valid_parameters_are_returned_with_the_defaults() -> None:
+def test_valid_parameters_pass() -> None:
     lines = ("device = 'mps'", "rate = 1", "limit = None", "overrides = {'optim': {'beta1': 0.5}}", "sizes = [1]")
-    expected = {"preset": "demo", "device": "mps", "seed": 0, "rate": 1, "resume": False, "limit": None}
-    found = check(*lines, "PAPERMILL_OUTPUT_PATH = 'out.ipynb'")
-    assert found == expected | {"overrides": {"optim": {"beta1": 0.5}}, "sizes": [1]}
+    check(
+        *lines,
+        "PAPERMILL_OUTPUT_PATH = 'out.ipynb'",
+        rate=Positive,
+        sizes=list[Count],
+        device=InputFile | Literal["mps"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,8 +75,40 @@ def test_every_wrong_parameter_is_named_and_nothing_is_checked_without_papermill
         check("devcie = 'cpu'", "seed = 'x'")
     with pytest.raises(ParameterError, match=r"unknown parameter 'steps' .the notebook declares no"):
         check_parameters(["", "# Parameters\nsteps = 5\n", SECOND], {"steps": 5})
-    assert check_parameters(["", PARAMETERS, SECOND], {}) == {}
-    assert check_parameters() == {}  # no IPython at all
+    check_parameters(["", PARAMETERS, SECOND], {})
+    check_parameters()  # no IPython at all
+
+
+@pytest.mark.parametrize(
+    ("line", "bounds", "message"),
+    [
+        ("seed = -1", {"seed": CountOrZero}, "parameter 'seed': Input should be greater than or equal to 0, got -1"),
+        ("rate = float('nan')", {"rate": Positive}, "parameter 'rate': Input should be a finite number, got nan"),
+        (
+            "sizes = [1, 0]",
+            {"sizes": list[Count]},
+            "parameter 'sizes': Input should be greater than or equal to 1, got [1,",
+        ),
+        ("preset = 'x'", {"preset": InputFile}, "parameter 'preset': there is no such file, got 'x'"),
+        (
+            "preset = '.'",
+            {"preset": OutputFile},
+            "parameter 'preset': cannot be written: give a file in an existing, wr",
+        ),
+        ("preset = 'no/x'", {"preset": OutputFile}, "parameter 'preset': cannot be written: give a file in an existi"),
+        (f"preset = '{'x' * 5000}/y'", {"preset": OutputFile}, "parameter 'preset': cannot be written: give a file in"),
+        (f"preset = '{'x' * 5000}'", {"preset": InputFile}, "parameter 'preset': there is no such file, got 'xx"),
+    ],
+)
+def test_values_out_of_bounds_are_one_clear_line(line: str, bounds: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        check(line, **bounds)
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value)) < 400
+    values: dict[str, Any] = {}
+    exec(line, values)
+    with pytest.raises(ParameterError):  # changed by hand in JupyterLab
+        check_parameters(["", PARAMETERS, SECOND], values, **bounds)
 
 
 def test_verdict_is_shown_and_stored_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +160,7 @@ def notebook_of(cells: list[str]) -> nbformat.NotebookNode:
 
 
 SHOWN = [
-    "print(values['device'], values['seed'], values['overrides'])",
+    "print(device, seed, overrides)",
     "import pandas\npandas.DataFrame({name: ['x' * 70] * 99 for name in 'abc'})",
     "import warnings\nfrom matrixlib import files\n"
     "warnings.warn('the loader is late')\nwarnings.warn_explicit('x', UserWarning, 'a.py', 3)\n"

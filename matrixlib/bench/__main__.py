@@ -30,9 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if flags.hardware:
         return show("probe", {"device": flags.device})
-    only = [name for name in flags.only.split(",") if name]
-    more = {"compile": flags.compile, "fail": flags.fail, "brief": False}
-    return show("bench", {"device": flags.device, "seconds": flags.seconds, "only": only} | more)
+    only = {"only": [name for name in flags.only.split(",") if name], "brief": False}
+    return show("bench", {name: getattr(flags, name) for name in ("device", "seconds", "compile", "fail")} | only)
 
 
 def show(name: str, parameters: dict[str, Any]) -> int:

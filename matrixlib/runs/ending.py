@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from matrixlib.runs.data import RunData
 
 
-UNDRAWN = frozenset({"sweep", "faults"})
-"""Kinds of run whose curves and pages, which take seconds, are only made on demand: `python -m matrixlib.runs.report
-RUN`."""
-CURVE_POINTS = 40
-"""Points of the loss curve in summary.json, drawn by the index."""
+UNDRAWN = frozenset({"sweep", "faults"})  # kinds of run whose curves and pages are only made on demand, by runs.report
+CURVE_POINTS = 40  # of the loss curve in summary.json, drawn by the index
 
 
 def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn.Module) -> None:

@@ -38,23 +38,36 @@ class VerdictFailed(Exception):
     """At least one check of a notebook failed."""
 
 
-def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Validate what papermill injected against the `parameters` cell; returns the parameters in force.
+def check_parameters(
+    history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None, **bounds: Any
+) -> None:
+    """Validate the parameters: what papermill injected against the types of the `parameters` cell, and bounds.
 
     papermill only warns about undeclared names and guesses types. Types are the annotations (`seed: int = 0`); an int
-    may stand for a float. Without an injected cell (JupyterLab, nbval) returns {}.
-
+    may stand for a float. bounds: name -> type of `config`, such as `games=Count`; open_run checks `seed` and `steps`.
     history: sources of the cells run so far, values: name -> value; both default to IPython's. ParameterError, one
-    line, names each unknown parameter with the nearest known one, and each wrong type.
+    line, names each unknown parameter with the nearest known one, each wrong type, and each value out of bounds.
     """
     if history is None or values is None:
         shell = get_ipython()
         if shell is None:
-            return {}
+            return
         history, values = shell.user_ns["In"], shell.user_ns
+    if not (problems := _mistyped(history, values)):
+        for name, bound in bounds.items():
+            try:
+                TypeAdapter(bound).validate_python(values[name])
+            except ValidationError as error:
+                text = error.errors()[0]["msg"].removeprefix("Value error, ")
+                problems.append(f"parameter '{name}': {text}, got {values[name]!r:.200}")
+    if problems:
+        raise ParameterError("; ".join(problems))
+
+
+def _mistyped(history: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     injected = [at for at, source in enumerate(history) if source.startswith(PAPERMILL)]
-    if not injected:
-        return {}
+    if not injected:  # JupyterLab, nbval
+        return []
     declared = [node for node in ast.parse(history[injected[0] - 1]).body if isinstance(node, ast.AnnAssign)]
     types = {ast.unparse(node.target): ast.unparse(node.annotation) for node in declared}
     problems = []
@@ -71,9 +84,7 @@ def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, 
         except ValidationError:
             value, hint = values[name], HINTS.get(types[name].partition("[")[0], "").format(name, values[name])
             problems.append(f"parameter '{name}' must be {types[name]}, got {type(value).__name__} {value!r}{hint}")
-    if problems:
-        raise ParameterError("; ".join(problems))
-    return {name: values[name] for name in types}
+    return problems
 
 
 def clean_errors() -> None:

@@ -37,12 +37,9 @@ from matrixlib.config import (
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import get_task, load_config
 
-FIXED = ("task", "seed", "train.steps", "train.minutes", "arm", "compute")
-"""Keys that are equal for all trials, or set by the sweep's own options."""
-HELD_OUT = ("data.source", "data.suspicious")
-"""Keys that change the held-out rows in every task."""
-LESS_IS_BETTER = ("loss", "kl", "nll")
-"""Last words of figures to minimise; others need `highest`."""
+FIXED = ("task", "seed", "train.steps", "train.minutes", "arm", "compute")  # equal for all trials, or own options
+HELD_OUT = ("data.source", "data.suspicious")  # keys that change the held-out rows in every task
+LESS_IS_BETTER = ("loss", "kl", "nll")  # last words of figures to minimise; others need `highest`
 REASON_CHARACTERS = 2000
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"(log )?({_NUMBER})\.\.({_NUMBER})(?: in (\d+))?")

@@ -21,12 +21,9 @@ from matrixlib import files
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.progress import clock_time, duration
 
-STALL_SECONDS = 300.0
-"""Seconds without a heartbeat until a run counts as stalled, unless its updates or heartbeats are slower."""
-STALL_UPDATES = 10.0
-"""A run is not stalled within the time of this many updates."""
-UNDER_WAY = ("training", "validating", "evaluating", "stalled", "gone")
-"""Statuses of unfinished runs."""
+STALL_SECONDS = 300.0  # without a heartbeat until a run counts as stalled, unless its updates or heartbeats are slower
+STALL_UPDATES = 10.0  # updates within whose time a run is not stalled
+UNDER_WAY = ("training", "validating", "evaluating", "stalled", "gone")  # statuses of unfinished runs
 RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "summary.json")
 SHOWN = 20  # most runs without names
 
