@@ -53,6 +53,8 @@ BelowOne = Annotated[Real, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=1 << 53)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 53)]
 Rows = Annotated[int, Field(ge=1, le=1 << 24)]
+Width = Annotated[int, Field(ge=1, le=1 << 16)]
+Depth = Annotated[int, Field(ge=1, le=1024)]
 Processes = Annotated[int, Field(ge=1, le=1024)]
 ProcessesOrZero = Annotated[int, Field(ge=0, le=1024)]
 Auto = Literal["auto"]
@@ -302,7 +304,8 @@ def read_preset(
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
     if not os.path.isfile(path):
         known = presets(folder)
-        raise ConfigError(f"unknown preset {_short(preset)}{nearest(preset, known)} (presets: {', '.join(known)})")
+        what = "a folder is no preset:" if os.path.isdir(path) or os.path.isdir(preset) else "unknown preset"
+        raise ConfigError(f"{what} {_short(preset)}{nearest(preset, known)} (presets: {', '.join(known)})")
     return merge(read_yaml_file(path, path.name), overrides or {}), path.name
 
 

@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from filelock import AcquireReturnProxy, FileLock
 
 PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent
-"""The checkout that the package runs from; None if installed (presets and notebooks are then inside the package)."""
+CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent  # None if installed, with presets and notebooks
 PARAMS = (CHECKOUT or PACKAGE) / "params"
 NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
-NAME_BYTES = 200
-"""Longest run name: file systems allow 255, and file names are derived from it."""
+NAME_BYTES = 200  # of a run's name: file systems allow 255, and file names are derived from it
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -152,10 +150,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably: temporary file, fsync, rename, fsync of the folder.
-
-    Temporary names include the process id, so two processes may write the same file.
-    """
+    """Write a file atomically and durably: temporary file (of this process), fsync, rename, fsync of the folder."""
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

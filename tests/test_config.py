@@ -130,6 +130,12 @@ def test_a_preset_by_name_or_path(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="unknown preset") as caught:
             load(name)
         assert len(str(caught.value)) < 4000
+    (tmp_path / "folder.yaml").mkdir()
+    for name in (str(tmp_path / "folder.yaml"), str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"^a folder is no preset: '/"):
+            load(name)
+    with pytest.raises(ConfigError, match=r"'model\.blocks': Input should be less than or equal to 1024, got 1000000"):
+        load("demo", {"model": {"blocks": 100_000_000}})
 
 
 CHANGES = {

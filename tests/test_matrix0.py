@@ -166,7 +166,7 @@ def test_an_absent_alias_is_fine(weights: Weights) -> None:
         # claims of a file are not believed
         ({"stem.0.weight": torch.zeros(1).expand(300_000, 19, 3, 3)}, "no weights found: .* stem"),
         ({"stem.0.weight": torch.zeros(())}, "tuple index"),
-        ({"policy_fc1.weight": torch.zeros(1_000_000, 1)}, "size mismatch for policy_head.reduce.weight"),
+        ({"policy_fc1.weight": torch.zeros(1_000_000, 1)}, "rank: Input should be less than or equal to 65536"),
         ({"tower.3.rel_bias": torch.zeros(()), "config": {"attention_heads": "x"}}, " heads: "),
         ({"config": {"attention_unmasked_mix": "x"}}, "not supported between"),
         ({"config": {"ssl_tasks": 3}}, "not iterable"),
@@ -193,7 +193,7 @@ class Payload:
 
 def test_code_in_a_file_is_never_executed(weights: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": weights, "note": Payload()}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match=r"evil\.pt is damaged or holds more than tensors and numbers"):
+    with pytest.raises(ValueError, match=r"^evil\.pt is damaged or holds more than tensors and numbers$"):
         read_checkpoint(tmp_path / "evil.pt")
     assert capsys.readouterr().out == ""
 

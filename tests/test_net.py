@@ -30,6 +30,14 @@ def net() -> Net:
     return random_net(ssl=["piece", "threat", "control"])
 
 
+@pytest.mark.parametrize("positions", [5, None, b"abc", [[]], [5], [KIWIPETE, None]])
+def test_what_is_no_fen_is_named(net: Net, positions: Any) -> None:
+    with pytest.raises(ValueError, match=r"^give a FEN or a list of them, not "):
+        net.evaluate(positions)
+    with pytest.raises(ValueError, match=r"^give a run's folder or name, not "):
+        matrixlib.load(None)
+
+
 def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None:
     fens = [chess.STARTING_FEN, KIWIPETE, "8/P6k/8/8/8/8/7p/K7 b - - 0 1"]
     for fen, evaluation in zip(fens, net.evaluate(fens), strict=True):

@@ -67,11 +67,19 @@ def test_en_passant_is_stored_only_where_the_capture_is_legal() -> None:
         "hello",
         "8/8/8/8/8/8/8/K7 w - - 0 1",
         "k6R/8/8/8/8/8/8/K7 w - - 0 1",
+        "rk2r3/pppppppp/8/8/8/8/PPPPPPPP/RK2R3 w KQkq - 0 1",  # Chess960
+        "nrk2r2/pppppppp/8/8/8/8/PPPPPPPP/NRK2R2 w FBfb - 0 1",
     ],
 )
 def test_bad_fens_are_named(fen: str) -> None:
     with pytest.raises(ValueError, match=fen):
         records.parse_fen(fen)
+
+
+def test_a_fen_of_megabytes_is_a_short_message() -> None:
+    with pytest.raises(ValueError, match="not a FEN: 6,000,000 characters, beginning with '8/8/") as caught:
+        records.parse_fen("8/" * 3_000_000)
+    assert len(str(caught.value)) < 200
 
 
 def test_chess960_castling_is_refused() -> None:

@@ -274,6 +274,8 @@ def find_run(run: str | Path) -> tuple[Path, str]:
 
     checkpoint: `best` unless named. For a file: its path and no checkpoint. ValueError if nothing is there.
     """
+    if not isinstance(run, str | os.PathLike):
+        raise ValueError(f"give a run's folder or name, not {run!r}")
     if os.path.isfile(run):
         return Path(run), ""
     for folder in (Path(run), reports_root() / run):

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from matrixlib.config import (
     Config,
-    Count,
     CountOrZero,
     DataConfig,
     Fraction,
@@ -16,6 +15,7 @@ from matrixlib.config import (
     Positive,
     Real,
     Section,
+    Width,
     option,
 )
 from matrixlib.engine.curriculum import SourceCurriculumConfig
@@ -35,7 +35,7 @@ class AttentionConfig(Section):
     every: CountOrZero = option(
         0, "an attention block after every k-th residual block; 0 = none; not worth its time in a small network"
     )
-    heads: Count = option(4, "attention heads; must divide `channels`")
+    heads: Width = option(4, "attention heads; must divide `channels`")
     bias: bool = option(True, "learned attention bias per head and pair of squares (heads, 64, 64)")
     mask: bool = option(False, "attend only to squares one queen, knight or king move away")
     unmasked_mix: Fraction = option(0.0, "weight of unmasked attention mixed in when `mask` is on")
@@ -48,8 +48,8 @@ class PolicyHeadConfig(Section):
         "type of policy head; `attention`: from-squares are queries, to-squares keys; `factored` and `dense` cost "
         "top-1 (guide of verdicts)",
     )
-    channels: Count = option(48, "channels before the output layer")
-    rank: Count = option(96, "hidden width of `factored`, query and key width of `attention`")
+    channels: Width = option(48, "channels before the output layer")
+    rank: Width = option(96, "hidden width of `factored`, query and key width of `attention`")
     clamp: NonNegative = option(0.0, "clamp activations and logits, 5.0 in Matrix0; 0 = none")
     logit_norm: bool = option(False, "LayerNorm over all logits, as in Matrix0")
 
@@ -59,17 +59,17 @@ class ValueHeadConfig(Section):
     pool: Literal["flatten", "pooled", "attention"] = option(
         "flatten", "flatten the squares, average them, or pool them by attention"
     )
-    channels: Count = option(32, "channels before the linear layers")
-    hidden: Count = option(128, "width of the first hidden layer; the second has half")
+    channels: Width = option(32, "channels before the linear layers")
+    hidden: Width = option(128, "width of the first hidden layer; the second has half")
     activation: Activation = option("silu", "activation of the hidden layers; `relu` units may die")
 
 
 class ModelConfig(Section):
     encoding: Literal["oriented", "matrix0"] = option("oriented", "input planes and policy encoding")
-    channels: Count = option(48, "trunk width")
-    blocks: CountOrZero = option(6, "residual blocks")
+    channels: Width = option(48, "trunk width")
+    blocks: Annotated[int, Field(ge=0, le=1024)] = option(6, "residual blocks")
     block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1 (costs top-1)")
-    bottleneck: Count = option(2, "reduction of a bottleneck block: its inner width is channels // bottleneck")
+    bottleneck: Width = option(2, "reduction of a bottleneck block: its inner width is channels // bottleneck")
     preact: bool = option(True, "pre-activation blocks: norm and activation before each convolution")
     activation: Activation = option("silu", "activation of trunk and heads; `relu` costs top-1 (guide of verdicts)")
     norm: NormConfig = NormConfig()

@@ -5,6 +5,7 @@ Outputs agree with Matrix0's to float error.
 """
 
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -221,8 +222,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         with torch.serialization.safe_globals([scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *numbers]):
             data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - damaged files raise anything
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{name} is damaged or holds more than tensors and numbers: {reason}") from None
+        # torch advises to load anything, which would run code from the file
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f": {error}".partition("\n")[0]
+        raise ValueError(f"{name} is damaged or holds more than tensors and numbers{reason}") from None
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} holds a {type(data).__name__}, not a dict of weights")
     return data

@@ -40,6 +40,7 @@ POLICY_SIZE = bitboard.POLICY_SIZE
 
 _NAMES = "unknown stockfish pgn puzzles evaluations epd lc0 matrix0 labelled selfplay"
 SOURCES = {name: number for number, name in enumerate(_NAMES.split())}  # origin of a position
+FEN_CHARACTERS = 256  # at most
 VALIDATION_PER_MILLE = 50  # of the games
 SHARD_RECORDS = 32768
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -54,12 +55,16 @@ _CORNERS = (chess.BB_H1, chess.BB_A1, chess.BB_H8, chess.BB_A8)
 
 
 def parse_fen(fen: str) -> chess.Board:
-    """Parse a FEN; ValueError for an invalid one and an illegal position."""
+    """Parse a FEN; ValueError for an invalid one, an illegal position, and castling rights of Chess960."""
+    if len(fen) > FEN_CHARACTERS:
+        raise ValueError(f"not a FEN: {len(fen):,} characters, beginning with '{fen[:40]}'")
     try:
         board = chess.Board(fen)
     except ValueError as error:
         raise ValueError(f"not a FEN: '{fen}' ({error})") from error
     from_boards([board])
+    if board.castling_rights & board.rooks & ~board.clean_castling_rights():
+        raise ValueError(f"king or rook of a castling right is not where standard chess has it: '{fen}' (Chess960?)")
     return board
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section, option
+from matrixlib.config import Config, Count, DataConfig, Depth, Fraction, NonNegative, Real, Section, Width, option
 from matrixlib.engine.curriculum import CurriculumConfig, StagesConfig
 
 LatinMode = Literal["standard", "zero_inclusive", "negative"]
@@ -66,11 +66,11 @@ class LatinCurriculumConfig(CurriculumConfig):
 
 
 class LatinModelConfig(Section):
-    width: Count = option(64, "width of the transformer; a multiple of `heads`")
-    layers: Count = option(4, "transformer blocks")
-    heads: Count = option(4, "attention heads")
-    feedforward: Count = option(4, "inner width of the MLP, in widths")
-    repeats: Count = option(1, "times the stack of blocks is applied (recurrence)")
+    width: Width = option(64, "width of the transformer; a multiple of `heads`")
+    layers: Depth = option(4, "transformer blocks")
+    heads: Width = option(4, "attention heads")
+    feedforward: Width = option(4, "inner width of the MLP, in widths")
+    repeats: Depth = option(1, "times the stack of blocks is applied (recurrence)")
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and blocks")
     causal: bool = option(False, "causal attention mask; worse, for comparison")
     relations: bool = option(True, "learned attention bias for cells of the same row or column")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section, option
+from matrixlib.config import Config, DataConfig, Depth, Fraction, NonNegative, Real, Section, Width, option
 from matrixlib.tasks.melee.columns import DELAYS, OWN
 
 Delay = Annotated[int, Field(ge=0, le=DELAYS)]
@@ -34,14 +34,14 @@ class MeleeModelConfig(Section):
     trunk: Literal["mlp", "residual", "gru", "lstm", "transformer"] = option(
         "gru", "trunk over frames: single frames (`mlp`, `residual`), or with earlier ones"
     )
-    width: Count = option(256, "width of the trunk")
-    layers: Count = option(2, "layers of the trunk; of `residual` and `transformer`, blocks")
-    heads: Count = option(4, "attention heads of the transformer")
+    width: Width = option(256, "width of the trunk")
+    layers: Depth = option(2, "layers of the trunk; of `residual` and `transformer`, blocks")
+    heads: Width = option(4, "attention heads of the transformer")
     norm: Literal["layer", "rms"] = option(
         "layer", "LayerNorm or RMSNorm; of `mlp`, between a layer and its activation"
     )
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in the trunk")
-    embedding: Count = option(64, "embedding size of actions and characters")
+    embedding: Width = option(64, "embedding size of actions and characters")
     head_width: Annotated[int, Field(ge=2)] = option(64, "hidden units of each controller head; half for the shoulder")
     autoregressive: bool = option(True, "autoregressive heads: buttons, main x, main y, c x, c y, shoulder")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -159,4 +160,7 @@ class Net(Network):
 
 
 def _boards(positions: str | Sequence[str]) -> list[chess.Board]:
-    return [read_position(text) for text in ([positions] if isinstance(positions, str) else positions)]
+    texts = [positions] if isinstance(positions, str) else positions
+    if not isinstance(texts, Iterable) or any(not isinstance(text, str) for text in texts):
+        raise ValueError(f"give a FEN or a list of them, not {reprlib.repr(positions)}")
+    return [read_position(text) for text in texts]
