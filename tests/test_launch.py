@@ -1,5 +1,6 @@
 """The way in from the shell: what it shows and its exit code; test_wheel.py trains with it to the end."""
 
+import errno
 import json
 import os
 import shlex
@@ -157,6 +158,19 @@ def test_resume_takes_the_newest_unfinished_training_of_any_preset(
         assert (again.resumed, again.steps, again.config.optim.learning_rate) == (True, 7, 0.002)
 
 
+def test_a_disk_that_is_full_for_papermill_is_one_line(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path, parameters: dict[str, Any]) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launch, "_execute", full)
+    assert launch.main(["--preset", "demo", "--run", "mine"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"FolderError: {reports / 'mine'} cannot be written: No space left on device. Make room")
+    assert second.startswith("failed; the notebook is kept at ")
+
+
 def test_what_cannot_begin_is_one_line_and_exit_code_2(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +181,9 @@ def test_what_cannot_begin_is_one_line_and_exit_code_2(
 
     assert "did you mean 'quick'" in refused("--preset", "quik")
     assert "validation.target_loss" in refused("--preset", "demo", "--target-loss", "-1")
+    with monkeypatch.context() as patch:
+        patch.setenv("MATRIXLIB_LIVE", "2")
+        assert "MATRIXLIB_LIVE is '2'; set it to 0 or 1" in refused("--preset", "demo")
     assert list(reports.iterdir()) == []
     monkeypatch.setattr(launch, "_execute", lambda *_: pytest.fail("executed"))
     overrides = {"train": {"steps": 4, "batch_size": 16}, "validation": {"limit": 64}}

@@ -41,13 +41,10 @@ def show(name: str, parameters: dict[str, Any]) -> int:
     problem = None
     try:
         files.make_folder(path.parent)
-        papermill.execute_notebook(
-            files.NOTEBOOKS / path.name,
-            path,
-            parameters,
-            kernel_name="python3",
-            extra_arguments=["--log-level=ERROR"],  # ipykernel warns about unencrypted TCP on every start
-        )
+        quiet = ["--log-level=ERROR"]  # ipykernel warns about unencrypted TCP on every start
+        source = files.NOTEBOOKS / path.name
+        with files.writing(path.parent):
+            papermill.execute_notebook(source, path, parameters, kernel_name="python3", extra_arguments=quiet)
     except files.FolderError as error:
         print(error, file=sys.stderr)
         return 2

@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return ranks.train(options.preset, options.run, overrides, options.device, options.steps)
     try:
+        progress.interactive()  # refuses a bad MATRIXLIB_LIVE before the kernel starts
         if options.resume:
             found = newest_unfinished()
             options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
@@ -55,9 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as problem:
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         return 2
-    print(f"run {folder.name}: notebooks/train.ipynb -> {_relative(folder / 'train.ipynb')}", flush=True)
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    print(f"run {folder.name}: notebooks/train.ipynb -> {shown / 'train.ipynb'}", flush=True)
     parameters = {"preset": options.preset, "device": options.device, "run": folder.name, "steps": options.steps}
-    reason = _execute(folder, parameters | {"overrides": overrides, "ranks": options.ranks})
+    try:
+        with files.writing(folder):  # papermill, too
+            reason = _execute(folder, parameters | {"overrides": overrides, "ranks": options.ranks})
+    except files.FolderError as problem:
+        reason = f"FolderError: {problem}"
     if (folder / "summary.json").exists():  # it has made updates
         report.main([folder.name])  # replaces the run's page by the executed notebook
     for error, (words, number) in SIGNALS.items():
@@ -69,11 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
         minutes, next_steps = summary["seconds"] / 60, get_task(load_config(options.preset).task).next_steps
         until = f"{minutes:.1f} min, until {progress.clock_time()}"
         print(f"{summary['positions']:,} positions in {until}; held-out: {summary['headline']}")
-        print(f"report: {_relative(folder / 'report.html')}")
-        print(f"next: open it in a browser; {next_steps.format(run=_relative(folder))}")
+        print(f"report: {shown / 'report.html'}")
+        print(f"next: open it in a browser; {next_steps.format(run=shown)}")
     if reason:
         print(reason, file=sys.stderr)
-        print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
+        print(f"failed; the notebook is kept at {shown / 'train.ipynb'}", file=sys.stderr)
     return 1 if reason else 0
 
 
@@ -117,10 +123,6 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
         for number, handler in before.items():
             signal.signal(number, handler)
     return ""
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 if __name__ == "__main__":

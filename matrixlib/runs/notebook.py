@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from matrixlib import files
 from matrixlib.config import nearest
+from matrixlib.progress import interactive
 from matrixlib.runs.report import add_verdict
 
 PAPERMILL = "# Parameters\n"  # first line of papermill's injected cell
@@ -53,6 +54,7 @@ def check_parameters(
         if shell is None:
             return
         history, values = shell.user_ns["In"], shell.user_ns
+    interactive()  # refuses a bad MATRIXLIB_LIVE before anything is computed
     if not (problems := _mistyped(history, values)):
         for name, bound in bounds.items():
             try:

@@ -21,7 +21,7 @@ from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import changed, load_config, parse_config
 
 ORPHAN_SECONDS = 3.0  # ipykernel checks for its parent once a second
-MAY_CHANGE = (
+MAY_CHANGE = (  # options that may change on resume; sections end with a dot
     "train.steps",
     "train.minutes",
     "train.heartbeat_seconds",
@@ -38,7 +38,6 @@ MAY_CHANGE = (
     "runtime.shard",
     "teacher.network",  # its path: identity is checked by SHA-256
 )
-"""Options (sections end with a dot) that may change on resume."""
 SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")  # `auto`: as settled when the run began
 
 

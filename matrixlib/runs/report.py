@@ -32,7 +32,7 @@ from matrixlib.runs import figures, watch
 from matrixlib.tasks.spec import figures_table, number_text
 
 MAX_MESSAGES = 20  # of each kind: decisions, and the latest others
-FACTS = {
+FACTS = {  # key of summary.json -> column of the index
     "steps": "updates",
     "positions": "positions",
     "seconds": "time",
@@ -40,8 +40,7 @@ FACTS = {
     "share_of_peak": "share of peak",
     "stopped_early": "stopped early",
 }
-"""Key of summary.json -> column of the index."""
-SHOWN: list[tuple[str, str, Any, str]] = [
+SHOWN: list[tuple[str, str, Any, str]] = [  # of a training: name, columns of its rows, which numbers, how written
     ("gradient norm, median of the latest", "statistics/gradient_norm/median", "last", "{:.3g}"),
     ("optim.clip_norm that would have clipped 5% of the latest", "statistics/gradient_norm/p95", "last", "{:.3g}"),
     ("largest output", "statistics/outputs/(.*)/max", "max", "{:.4g} ({})"),
@@ -50,14 +49,11 @@ SHOWN: list[tuple[str, str, Any, str]] = [
     ("most memory, of all", "memory/share", "max", "{:.0%}"),
     ("the GPU was busy, median", "memory/busy", "median", "{:.0%}"),
 ]
-"""What is shown of a training, columns of its rows, which of their numbers, and how it is written."""
 SHOWN_BESIDE = ("seed", "train.steps", "runtime.device")  # have their own columns, or are not choices
-ALWAYS = ("run", "verdict")  # columns of the index; others only if any run has a value
 MAX_NOTES = 500  # characters
 READ_TEXT = partial(Path.read_text, encoding="utf-8", errors="replace")
 STRANGE = (AttributeError, KeyError, TypeError, ValueError)  # of malformed JSON
-Section = tuple[str, DataFrame | bytes | str]
-"""Heading, and what stands below it: a table, a PNG file, or text as it is."""
+Section = tuple[str, DataFrame | bytes | str]  # heading, and below it a table, a PNG file, or text as it is
 
 
 def write_report(run_folder: Path) -> Path:
@@ -173,7 +169,7 @@ def write_index(root: Path | None = None) -> Path:
     root = Path(root) if root is not None else reports_root()
     root.mkdir(parents=True, exist_ok=True)
     table = frame(root)
-    columns = [name for name in table if name in ALWAYS or table[name].replace(["", 0], None).notna().any()]
+    columns = [name for name in table if name in ("run", "verdict") or table[name].replace(["", 0], None).notna().any()]
     runs = [row | {"page": (root / row["run"] / "report.html").exists()} for row in table.to_dict("records")]
     path = root / "index.html"
     files.write_text(path, _page("Runs", runs=runs, columns=columns))

@@ -21,7 +21,6 @@ from matrixlib.engine.metrics import flatten
 if TYPE_CHECKING:
     from matrixlib.runs.run import Run
 
-FOLDER = "events"
 NOT_SCALAR = ("step", "time", "verdict", "messages", "events", "updates")
 
 
@@ -33,7 +32,7 @@ class Events:
         self, folder: Path, rows: Iterable[Mapping[str, Any]], phases: Mapping[int, str] | None = None
     ) -> None:
         self._run, self._phases = folder, phases or {}
-        self.folder = folder / FOLDER
+        self.folder = folder / "events"
         self._write(rows)
 
     def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
