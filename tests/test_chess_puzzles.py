@@ -144,6 +144,7 @@ def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> Non
     [
         ("a.csv", "a,b\n1,2\n", "lacks the columns .*FEN"),
         ("a.csv", "", r"'a\.csv' is no CSV of puzzles"),
+        ("a.csv", "FEN,Moves,Rating\n", r"'a\.csv' has no puzzle"),
         ("a.csv", f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4,1500\n", "line 2: no move to find"),
         ("a.csv", f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4 e7e5,high\n", "line 2: .*'high'"),
         ("a.csv", "FEN,Moves,Rating\n8/8/8/8/8/8/4P3/8 w - - 0 1,e2e4 e4e5,900\n", "line 2.*NO_WHITE_KING"),

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import random
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 
@@ -299,3 +300,21 @@ def test_the_id_of_a_game_follows_from_its_start_and_its_moves_alone() -> None:
     assert one[0] != more[0]
     black = read('[FEN "4k3/8/8/8/8/8/8/R3K2R b KQ - 0 1"]\n\n1... Kd8 *').batch["records"]
     assert (black["side"][0], black["ply"][0]) == (1, 1)
+
+
+def test_lines_that_end_with_cr_alone_are_told(tmp_path: Path) -> None:
+    (tmp_path / "mac.pgn").write_bytes(b'[Event "x"]\r\r1. e4 e5 1-0\r\r')
+    with pytest.raises(ValueError, match=r"mac\.pgn: its lines end with CR alone; convert it"):
+        list(Pgn().parts(tmp_path / "mac.pgn"))
+
+
+def test_a_game_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "endless.pgn.gz", "wb", compresslevel=1) as file:
+        file.write(b'[Event "x"]\n\n1. e4 e5\n')
+        for _ in range(40):
+            file.write(b"{ nothing at all }\n" * 50_000)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"endless\.pgn\.gz.*it has a game of more than 16 MiB, so it is no PGN"):
+        list(Pgn().parts(tmp_path / "endless.pgn.gz"))
+    assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    tracemalloc.stop()

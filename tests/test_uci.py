@@ -1,6 +1,7 @@
 """The UCI engine: in this process line by line, and as a program under python-chess's client."""
 
 import json
+import os
 import queue
 import random
 import re
@@ -319,3 +320,13 @@ def test_without_a_name_the_training_that_ended_last_plays(
         (reports / name / "run.json").write_text(json.dumps({"kind": kind, "requested": {"task": "chess"}}))
         (reports / name / "summary.json").write_text(f'{{"complete": true, "ended": "2026-01-0{number + 1}"}}')
     assert newest_complete("chess") == reports / "new"
+
+
+def test_a_line_without_end_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b"position startpos moves " + b"e2e4 " * 4_000_000 + b"\nquit\n")
+    lines: uci.Lines = queue.SimpleQueue()
+    handle = os.open(tmp_path / "lines", os.O_RDONLY)
+    uci.read_lines(handle, lines)
+    os.close(handle)
+    assert len(lines.get() or "") < 2 * uci.MAX_LINE_BYTES
+    assert (lines.get(), lines.get(), lines.get()) == ("quit", "", None)

@@ -70,7 +70,7 @@ def parse_config(data: Mapping[str, Any], name: str, task: str = "") -> Config:
     if isinstance(stored, str) and ":" in stored and stored != task:
         raise ConfigError(
             f"{name}: it is of the task '{stored}', which is code of somebody's own: name it, if you trust it "
-            f"(parameter `task`, or a preset with `task: {stored}`)"
+            f"(`task` of matrixlib.load and eval.ipynb, or a preset with `task: {stored}`)"
         )
     return validate_config(data, name)
 

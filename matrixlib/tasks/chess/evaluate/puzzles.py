@@ -67,6 +67,8 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
             puzzles.append(_puzzle(*row))
         except ValueError as error:
             raise ValueError(f"'{file.name}' line {number}: {error}") from None
+    if not puzzles:
+        raise ValueError(f"'{file.name}' has no puzzle: give a Lichess puzzle CSV")
     return puzzles
 
 

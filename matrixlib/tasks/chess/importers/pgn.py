@@ -51,6 +51,8 @@ NULL_MOVES = (b"--", b"Z0", b"0000", b"@@@@")
 ANNOTATIONS = (b"e.p.", b"ep", b"N", b"D")  # en passant, novelty, diagram
 STANDARD_VARIANTS = ("", "standard", "from position", "normal", "chess")  # values of the Variant tag
 
+MAX_GAME_BYTES = 16 << 20
+
 MOVE = re.compile(
     rb"(?:([PNBRQK])?([a-h])?([1-8])?[-x:]?([a-h])([1-8])(?:=?([NBRQnbrq]))?|[Oo0]-[Oo0](-[Oo0])?)"
     rb"(?:e\.?p\.?)?[+#!?=]*"
@@ -88,14 +90,16 @@ def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Split lines into games: (tag section, move text), all bytes but byte order marks.
 
     A game ends when a tag follows move text, or moves follow a result; inside an unclosed comment, when an Event tag
-    follows an empty line.
+    follows an empty line. EOFError for one of more than MAX_GAME_BYTES.
     """
     tags: list[bytes] = []
     moves: list[bytes] = []
     inside = over = False  # in a comment; after a result
     tagged = gap = False  # after a tag; after a tag and an empty line
-    depth = 0  # of variations
+    depth = size = 0  # of variations; of the game
     for line in lines:
+        if (size := size + len(line)) > MAX_GAME_BYTES:
+            raise EOFError(f"it has a game of more than {MAX_GAME_BYTES >> 20} MiB, so it is no PGN")
         if inside and line.startswith(b'[Event "') and moves[-1].isspace():
             inside = False
         if not inside:
@@ -110,7 +114,7 @@ def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
             another = gap and line.lstrip().startswith(b"[Event ")
             if (moves and (first == b"[" or (over and first not in REMARKS))) or another:
                 yield b"".join(tags), b"".join(moves)
-                tags, moves, over, tagged, depth = [], [], False, False, 0
+                tags, moves, over, tagged, depth, size = [], [], False, False, 0, len(line)
             if first == b"[":
                 tags.append(line)
                 tagged, gap = True, False
@@ -285,6 +289,8 @@ class Pgn:
             for part in notation.split_parts(games, PART_BYTES, PART_GAMES):
                 if not part.number and (b"\0" in part.data or not GAME.search(part.data)):
                     raise ValueError(f"{path} holds no PGN games in UTF-8 or Latin-1: is it another format?")
+                if not part.number and b"\r" in part.data and b"\n" not in part.data:
+                    raise ValueError(f"{path}: its lines end with CR alone; convert it, `tr '\\r' '\\n'` does")
                 yield part
 
     def read(self, part: Part) -> ParseResult:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Lines = queue.SimpleQueue[str | None]
 MIB = 2**20
+MAX_LINE_BYTES = 1 << 17  # the rest is cut off; a game of 10,000 moves has 50,000
 
 
 def ranking(result: SearchResult) -> list[int]:
@@ -58,6 +59,7 @@ def read_lines(descriptor: int, lines: Lines) -> None:
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
             lines.put(line.decode(errors="replace"))
+        rest = rest[:MAX_LINE_BYTES]
     lines.put(rest.decode(errors="replace"))
     lines.put(None)
 
