@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from cells import Shown, definitions, run_notebook
 from matrixlib import config
 from matrixlib.engine.folder import newest_complete
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.files import write_json
+from matrixlib.files import read_json, write_json
 from matrixlib.runs import compare
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
@@ -152,6 +153,16 @@ def test_a_conclusion_claims_no_more_than_it_may(
     assert not shown.failed
     assert ("validation loss" in shown.values["differences"].index) is not ("top1" in conclusion)
     assert ("B is configured exactly as A" in shown.text) is (not overrides)
+
+
+def test_a_loss_of_somebodys_own_is_a_difference(reports: Path) -> None:
+    fake(reports, "a")
+    record = read_json(fake(reports, "b", loss=2.0) / "run.json")
+    write_json(reports / "b" / "run.json", record | {"parts": {"losses.value": {"source": "def loss(): ..."}}})
+    shown = of_runs("a", "b")
+    assert re.search(r"^  own losses\.value: None -> source [0-9a-f]{8}$", shown.text, re.MULTILINE)
+    assert "their losses do not mean the same" in shown.text
+    assert "exactly as A" not in shown.text
 
 
 def test_sides_that_would_mislead_are_refused(reports: Path) -> None:

@@ -187,6 +187,8 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
         matrixlib.load("mine", checkpoint="step_00000099", device="cpu")
     with pytest.raises(ValueError, match="no run at 'other'"):
         matrixlib.load("other")
+    with pytest.raises(ValueError, match="'mine' is of the task chess, not my_module:TASK"):
+        matrixlib.load("mine", task="my_module:TASK")
 
 
 def test_a_run_of_another_task_is_named(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def load(
             raise ValueError(f"'{folder.name}' is one network, without a checkpoint '{checkpoint}'")
         return open_file(folder, device, compile, task)
     config = parse_config(*read_run_config(folder), task)
+    if task not in ("", config.task):
+        raise ValueError(f"'{folder.name}' is of the task {config.task}, not {task}")
     parts = Parts(tuple(heads), trunk)
     return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile, parts)
 
