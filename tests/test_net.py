@@ -14,12 +14,15 @@ from positions import random_positions
 
 import matrixlib
 from matrixlib import config as configuration
+from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware import speed
 from matrixlib.hardware.runtime import Serving
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.records import from_boards, legal_indices, move_from_index
 from matrixlib.tasks.chess.spec import load as load_chess
+from matrixlib.tasks.spec import runtime_for_use
 
 KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1"
 
@@ -158,6 +161,23 @@ def test_more_sizes_than_torch_compiles_by_itself_are_compiled_and_beyond_the_li
         outputs = net.predict(packed(plain, 12))
     assert len(graphs) == 10
     np.testing.assert_allclose(outputs["value"], plain.predict(packed(plain, 12))["value"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("trained", "native", "dtype"),
+    [("fp32", True, "fp32"), ("bf16", True, "bf16"), ("bf16", False, "fp32"), ("fp16", True, "fp32")],
+)
+def test_a_network_is_evaluated_as_it_was_trained(
+    monkeypatch: pytest.MonkeyPatch, trained: str, native: bool, dtype: str
+) -> None:
+    """Figures of a run are equal on all machines; in fp32 where one has not got the dtype."""
+    monkeypatch.setattr(runtimes, "native_bf16", lambda facts, device: native)
+    monkeypatch.setattr(speed, "bf16_gain", lambda device: pytest.fail("nothing is timed"))
+    config = load_config("demo", {"runtime": {"precision": trained}})
+    assert runtime_for_use(config, "cpu").dtype == dtype
+    if trained == "fp16":
+        with pytest.raises(ValueError, match="precision 'fp16' needs a loss scaler"):
+            runtime_for_use(config, "cpu", "fp16")
 
 
 def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:

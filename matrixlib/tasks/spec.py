@@ -18,6 +18,7 @@ from matrixlib.data.remote import download_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Phase, SourceCurriculumConfig
 from matrixlib.engine.parts import Parts
 from matrixlib.files import from_home, read_json, reports_root
+from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
@@ -340,12 +341,21 @@ def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint
     return Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
 
 
-def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "auto") -> Runtime:
-    """This machine's runtime for evaluation, independent of the training's; a given runtime is returned."""
+def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "") -> Runtime:
+    """This machine's runtime for evaluation; a given runtime is returned. precision: default the training's, so that
+    figures are equal on all machines, or fp32 where this one has not got it."""
     if isinstance(device, runtimes.Runtime):
         return device
-    settings = {"device": device, "precision": precision, "threads": "auto", "channels_last": "auto", "compile": False}
-    return runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
+    settings = {"device": device, "threads": "auto", "channels_last": "auto", "compile": False}
+    settings |= {"precision": precision or config.runtime.precision}
+    try:
+        runtime = runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
+    except ValueError:
+        if precision:
+            raise
+        return runtime_for_use(config, device, "fp32")
+    emulated = runtime.dtype == "bf16" and not runtimes.native_bf16(machine.facts(), runtime.device)
+    return runtime_for_use(config, device, "fp32") if emulated and not precision else runtime
 
 
 def weights(stored: Checkpoint) -> tuple[dict[str, Tensor], str]:
