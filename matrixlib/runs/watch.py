@@ -58,7 +58,7 @@ def run_status(folder: Path, now: datetime | None = None) -> RunStatus:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run or of a notebook's verdict."""
-    return any((folder / name).is_file() for name in RUN_FILES)
+    return any(os.path.isfile(folder / name) for name in RUN_FILES)
 
 
 def run_folders(root: Path) -> list[Path]:
