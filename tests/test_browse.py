@@ -120,7 +120,6 @@ def test_a_task_with_nothing_to_look_through_shows_curves_alone(
         ({"run": "ab"}, "no complete run 'ab'"),
         ({"position": 5}, "0 to 4"),
         ({"checkpoint": "step_8"}, "no checkpoint 'step_8' of .*; there are: best, newest, step_00000007"),
-        ({"positions": 0}, "at least 1"),
     ],
     ids=lambda value: str(value),
 )
