@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 def _number(value: Any) -> Any:
-    """PyYAML reads ``3e-4`` as a string."""
+    """Text as a float where it is one: PyYAML reads ``3e-4`` as a string."""
     return float(value) if isinstance(value, str) else value
 
 

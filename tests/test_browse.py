@@ -159,7 +159,7 @@ def test_the_menu_of_checkpoints_follows_the_run(
     run.value = "newer"
     assert checkpoint.options == ("best", "newest", "step_00000009")
     assert checkpoint.value == "best"
-    assert "is corrupt" in capsys.readouterr().out, "a renamed checkpoint is none, and that is told"
+    assert "is corrupt" in capsys.readouterr().out, "a renamed checkpoint is reported"
 
 
 def test_newest_and_best_are_those_of_now(look: Callable[..., Shown], reports: Path) -> None:

@@ -170,7 +170,7 @@ def test_more_sizes_than_torch_compiles_by_itself_are_compiled_and_beyond_the_li
 def test_a_network_is_evaluated_as_it_was_trained(
     monkeypatch: pytest.MonkeyPatch, trained: str, native: bool, dtype: str
 ) -> None:
-    """Figures of a run are equal on all machines; in fp32 where one has not got the dtype."""
+    """Figures of a run are equal on all machines; in fp32 where one lacks the dtype."""
     monkeypatch.setattr(runtimes, "native_bf16", lambda facts, device: native)
     monkeypatch.setattr(speed, "bf16_gain", lambda device: pytest.fail("nothing is timed"))
     config = load_config("demo", {"runtime": {"precision": trained}})

@@ -343,7 +343,7 @@ def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint
 
 def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "") -> Runtime:
     """This machine's runtime for evaluation; a given runtime is returned. precision: default the training's, so that
-    figures are equal on all machines, or fp32 where this one has not got it."""
+    figures are equal on all machines, or fp32 where this one lacks it."""
     if isinstance(device, runtimes.Runtime):
         return device
     settings = {"device": device, "threads": "auto", "channels_last": "auto", "compile": False}
