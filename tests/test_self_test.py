@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
 
 from matrixlib.config import Config
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.engine import compiler, self_test
 from matrixlib.engine.self_test import compare
 from matrixlib.hardware import machine
@@ -26,6 +28,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs import autotune
 from matrixlib.runs.data import RunError
+from matrixlib.tasks import get_task, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Config(task="toy")
@@ -82,6 +85,33 @@ def test_an_update_that_is_right_has_no_problem_and_leaves_the_random_streams_al
     found = compare(ToyTask(dropout=0.5, norm="batch"), toy_batch(32), BF16, CONFIG)
     assert found == ("", 1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("trunk", ["gru", "lstm"])
+def test_recurrent_layers_are_tried_as_they_are_trained(trunk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN makes no gradients of a recurrent layer in evaluation mode, and CUDA no norm of mixed dtypes."""
+    model = {"trunk": trunk, "dropout": 0.5}
+    config = load_config("melee_demo", {"model": model, "data": {"workers": 0}})
+    spec = get_task("melee")
+    task, shards = spec.task(config), Catalogue(spec.folder(config)).shards("train")
+    batch = next(iter(Loader(shards, spec.layout, 8, 0, task.prepare).batches(0, 1)))
+
+    def of_one_dtype(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and not torch.is_autocast_enabled("cpu"):
+            assert args[0].dtype == module.weight.dtype, "CUDA: expected scalar type BFloat16 but found Float"
+
+    hook = nn.modules.module.register_module_forward_pre_hook(of_one_dtype)
+    for kind in (nn.GRU, nn.LSTM):
+
+        def forward(self: nn.RNNBase, *args: Any, plain: Any = kind.forward, **kwargs: Any) -> Any:
+            assert self.training, "cudnn RNN backward can only be called in training mode"
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    try:
+        assert compare(task, batch, BF16, config)[0] == ""
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize(
@@ -202,6 +232,8 @@ import json, sys, torch
 from toy_task import ToyTask, toy_batch, toy_runtime
 from torch._dynamo.utils import counters
 from matrixlib.config import Config
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.engine.step import Step
 torch.manual_seed(0)
 plain = Step(ToyTask(), ToyTask().build_model(), toy_runtime(32), Config(task="toy"), 100)

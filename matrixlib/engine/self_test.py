@@ -79,6 +79,10 @@ def _update(
     """The last of these updates, and each block's gradient before clipping, in float64 on the host."""
     step = Step(task, network, runtime, config, steps=1000)
     network.eval()
+    for module in network.modules():
+        if isinstance(module, nn.RNNBase):  # cuDNN computes its gradients in training mode alone
+            module.dropout = 0.0
+            module.train()
     weights = {name: tensor.clone() for name, tensor in optim.named_tensors(network).items()}
     for batch in batches:
         optim.load_tensors(network, weights)  # each from the same weights

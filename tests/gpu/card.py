@@ -54,7 +54,7 @@ def overrides(*changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def configured(preset: str, *changes: Mapping[str, Any]) -> Config:
     """A preset with `overrides`; in the dry run chess is the `TINY` network, whatever the preset."""
-    if preset.startswith("latin"):
+    if preset.startswith(("latin", "melee")):
         merged = overrides(*changes)
         return load_config(preset, {k: v for k, v in merged.items() if k != "model"} if DRY else merged)
     return load_config("demo" if DRY else preset, overrides(*changes))

@@ -12,9 +12,11 @@ import pytest
 import torch
 from card import CALM, DEVICE, DRY, QUIET, ROWS, batches_of, configured, half_precision, overrides, step_of
 
+from matrixlib.engine import self_test
 from matrixlib.engine.checkpoint import Checkpoint
+from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs.run import Run, open_run
-from matrixlib.tasks import get_task
+from matrixlib.tasks import changed, get_task
 
 LARGE = "matrix0_53m"
 
@@ -47,7 +49,7 @@ def test_fp16_overflows_and_goes_through_a_resume(reports: Path) -> None:
 
     def spoiled(start: int, stop: int) -> Any:
         for number, batch in enumerate(source(start, stop), start):
-            yield {**batch, "planes": batch["planes"].float() * torch.inf} if number == bad else batch
+            yield {**batch, "wdl": batch["wdl"] * torch.nan} if number == bad else batch
 
     run.trainer._source.batches = spoiled  # type: ignore[method-assign]
     before = scale
@@ -90,6 +92,20 @@ def test_an_update_too_large_for_the_memory_is_repeated_in_smaller_passes(share:
     finally:
         if share:
             torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
+def test_a_run_of_any_trunk_may_begin(trunk: str) -> None:
+    """Its self-test, in evaluation mode, finds nothing wrong: cuDNN makes gradients of a recurrent layer in training
+    mode alone."""
+    for precision in ("fp32", half_precision()):
+        changes = {"runtime": {"precision": precision}}
+        config = configured("melee_demo", changes)
+        config = changed(config, {"model": {"trunk": trunk, "layers": 2, "dropout": 0.3}})
+        (batch,) = batches_of(config)
+        runtime = runtimes.resolve(config.runtime, config.train, config.data)
+        runtime.apply()
+        assert self_test.compare(get_task("melee").task(config), batch, runtime, config)[0] == ""
 
 
 def test_a_resumed_run_goes_on_with_the_same_losses_and_streams(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class Recurrent(Trunk):
     def forward(self, x: Tensor) -> Tensor:
         # Autocast does not cover every cell on every device: some need inputs of the weights' dtype.
         with torch.autocast(x.device.type, enabled=False):
-            y = self.cells(self.first(x).float())[0]
+            y = self.cells(self.first(x.float()))[0]  # CUDA has no norm of bf16 by weights in fp32
             return cast(Tensor, self.last(y))
 
     def initial(self, rows: int) -> State:
