@@ -208,6 +208,7 @@ class CheckpointConfig(Section):
     compress: Annotated[int, Field(ge=0, le=19)] = option(
         0, "zstd level of the tensor files (a tenth smaller); 0 = none"
     )
+    backup: str = option("", "folder or URL (s3://...) for verified copies of the run's checkpoints and files")
 
 
 class RuntimeConfig(Section):

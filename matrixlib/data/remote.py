@@ -65,7 +65,7 @@ class Remote:
         known = read_json(folder / REMOTE)
         return cls(known["url"], int(known["cache"]))
 
-    def _ask(self, name: str, act: Callable[[str], Result]) -> Result:
+    def ask(self, name: str, act: Callable[[str], Result]) -> Result:
         """act(URL) with retries on connection errors. RemoteError for anything else."""
         where = f"{self.url}/{name}"
         if hasattr(self.fs, "retries"):  # here, as workers recreate the file system
@@ -74,7 +74,7 @@ class Remote:
             try:
                 return act(where)
             except FileNotFoundError as error:
-                raise RemoteError(f"{where} is not there: is data.source right, and all of the set there?") from error
+                raise RemoteError(f"{where} is not there: is the address right, and all of it there?") from error
             except Exception as error:
                 if "Credential" in type(error).__name__ or isinstance(error, PermissionError):
                     raise RemoteError(
@@ -94,10 +94,10 @@ class Remote:
 
     def update(self) -> Path:
         """Download the current catalogue; returns its folder."""
-        size = self._ask(NAME, self.fs.info)["size"]
+        size = self.ask(NAME, self.fs.info)["size"]
         if size is None or size > CATALOGUE_BYTES:
             raise RemoteError(f"{self.url}/{NAME} has {size} bytes, which no catalogue has: is that a data set?")
-        data = self._ask(NAME, self.fs.cat_file)
+        data = self.ask(NAME, self.fs.cat_file)
         path = self.folder / str(self.bytes) / NAME
         known = path.with_name(REMOTE)
         with self._filling(path):
@@ -132,7 +132,7 @@ class Remote:
             self._reserve(row.bytes, part)
             try:
                 for _ in range(2):  # may have been corrupted in transit
-                    self._ask(row.name, lambda where: self._download(where, part, row.bytes))
+                    self.ask(row.name, lambda where: self._download(where, part, row.bytes))
                     if file_hash(part) == row.sha256:
                         os.replace(part, path)
                         return path

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.distributed import Ranks
     from matrixlib.engine.task import Batch
     from matrixlib.engine.trainer import Trainer
+    from matrixlib.runs.backup import Backup
     from matrixlib.runs.start import Start
     from matrixlib.tasks.spec import Check
 
@@ -59,6 +60,7 @@ class Run:
     ranks: Ranks
     processes: int = 1
     _trainer: Trainer | None = None
+    _backup: Backup | None = None
 
     def __post_init__(self) -> None:
         data = self.data
@@ -173,11 +175,14 @@ class Run:
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
+            self._begin_backup()
             # close explicitly: interrupts during garbage collection are lost
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
                         self._say(f"update {stats.step}: {text}")
+                    if self._backup is not None and (problem := self._backup.look()):
+                        self._say(problem)
                     yield stats
             model = self.trainer.evaluation_model()
             if model is not None:
@@ -189,7 +194,19 @@ class Run:
                 ending.end_early(self.folder, self.preset, self.data.runtime, error)
             raise
         finally:
+            if self._backup is not None and (problem := self._backup.end()):
+                self._say(problem)
+            self._backup = None
             self.close()
+
+    def _begin_backup(self) -> None:
+        if (place := self.config.checkpoint.backup) and self.ranks.first:
+            from matrixlib.runs.backup import Backup
+
+            self.catalogue.backup(self.folder / "data_catalogue.sqlite")
+            backup = Backup(place, self.folder)
+            backup.begin()
+            self._backup = backup
 
     def _forget(self) -> None:
         if self._trainer is not None:
