@@ -61,6 +61,10 @@ Auto = Literal["auto"]
 Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
 
 
+Source = str | dict[str, Positive]
+SEVERAL = "or several, with the weight of each in a batch: `{sample: 1, data/mine: 3}`"
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict types, no unknown keys."""
 
@@ -89,7 +93,7 @@ def option(default: Any, description: str, **limits: Any) -> Any:
 
 
 class DataConfig(Section):
-    source: str = option("", "a folder of shards, its URL (s3://...), or a name that the task knows")
+    source: Source = option("", f"a folder of shards, its URL (s3://...), or a name that the task knows; {SEVERAL}")
     cache: Positive = option(20.0, "GiB for the local cache of all remote data sets")
     limit: CountOrZero = option(0, "first N training positions, the same share of each source; 0 = all")
     window_blocks: CountOrZero = option(0, "shuffle window in blocks of 4,096 records; 0 = all (data fits in memory)")
@@ -147,6 +151,9 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     steps: Count | Auto = option("auto", "updates; `auto` = as many as fit in `minutes`, timed once as the run begins")
     minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
+    epochs: NonNegative = option(
+        0.0, "passes over the training positions where steps is `auto`, instead of `minutes`; 0 = off"
+    )
     init: str = option("", "initial weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random")
     init_partial: bool = option(False, "load only what fits by name and shape; the rest is listed")
     batch_size: Rows = option(128, "positions in one update")

@@ -261,6 +261,10 @@ class Loader:
         parts = np.array_split(np.arange(self.count), -(-self.count // ROWS_AT_ONCE))
         return np.concatenate([look(self._reader.gather(part)["records"]) for part in parts])
 
+    def sources(self) -> np.ndarray:
+        """(N,) source of each row."""
+        return np.repeat([row.source for row in self._reader.shards], np.diff(self._reader.start))
+
     def only(self, keep: np.ndarray) -> Loader:
         """This loader restricted to rows where `keep` (N,) is True, for `sequential`."""
         other = copy.copy(self)

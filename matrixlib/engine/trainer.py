@@ -39,9 +39,9 @@ Hook = Callable[[Stats, Batch], None]
 
 @dataclass(frozen=True)
 class Context:
-    """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run.
-    state_extra: JSON data stored in every checkpoint. hooks: (function, every), called with stats and host batch every
-    `every` updates; 0 = never. ranks: rank 0 writes files."""
+    """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run; epoch: of a
+    pass over the training positions, 0 = unknown. state_extra: JSON data stored in every checkpoint. hooks: (function,
+    every), called with stats and host batch every `every` updates; 0 = never. ranks: rank 0 writes files."""
 
     task: Task
     model: nn.Module
@@ -52,6 +52,7 @@ class Context:
     checkpoints: Checkpoints
     metrics: MetricsLog
     steps: int
+    epoch: float = 0.0
     state_extra: Mapping[str, Any] = field(default_factory=dict)
     curriculum: Curriculum | None = None
     teacher: Teacher | None = None
@@ -290,6 +291,7 @@ class Trainer:
             stats,
             micro_step=self.micro_step,
             steps=self.steps,
+            epoch=round(self.step / self.context.epoch, 4) if self.context.epoch else None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
             memory=self._memory.interval() if validation or self.step % MEMORY_LOG_UPDATES == 0 else None,
             seconds=self._seconds,

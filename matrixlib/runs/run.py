@@ -18,7 +18,6 @@ from filelock import FileLock
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import metrics, timing
 from matrixlib.engine.folder import newest_complete
@@ -334,14 +333,14 @@ def finished_run(
 def held_out_data(config: Config) -> Loader:
     """The held-out rows of a configuration's data set. RunError if there are none."""
     spec = get_task(config.task)
-    return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
+    return held_out_loader(spec, config, spec.catalogue(config), spec.task(config))
 
 
 def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     """Held-out figures of a network (`tasks.load`) with baselines. sample: rows, 0 = all."""
     config: Config = net.task.config
     spec = get_task(config.task)
-    return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
+    return spec.evaluate(net, held_out_data(config), spec.catalogue(config), sample)
 
 
 def _open(
@@ -351,7 +350,7 @@ def _open(
     from matrixlib.runs import start as starts
 
     spec = get_task(requested.task)
-    catalogue = Catalogue(spec.folder(requested))
+    catalogue = spec.catalogue(requested)
     record = records.stored_record(folder)
     messages: list[str] = []
     if record:
@@ -384,9 +383,9 @@ def _open(
     if data.runtime.compile:
         messages.append(f"compiled code is kept in {compiler.code_cache()}, where the next run finds it")
     if config.train.steps == "auto":
-        steps = autotune.fit_steps(data)
+        steps, why = autotune.planned_steps(data)
         data.config = changed(data.config, {"train": {"steps": steps}})
-        messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
+        messages.append(f"train.steps: auto -> {steps}, {why}")
     if start is not None:
         messages += start.messages
     if not record:

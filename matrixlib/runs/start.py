@@ -127,6 +127,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
         checkpoints=stored,
         metrics=MetricsLog(folder / "metrics.jsonl", interval(steps), writes=ranks.first),
         steps=steps,
+        epoch=data.training.count / config.train.batch_size,
         state_extra={"config": configuration.dump(config), "catalogue": data.catalogue.hash(), **recorded},
         curriculum=data.spec.curriculum(config),
         teacher=teacher,
