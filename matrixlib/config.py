@@ -191,6 +191,10 @@ class HealthConfig(Section):
     clip_warning: AboveZero = option(0.1, "warn above this share of clipped gradients after the warm-up")
     update_warning: Positive = option(0.1, "warn above this update-to-weight ratio of a block after the warm-up")
     dead_warning: Fraction = option(0.05, "warn above this share of dead units of an activation")
+    collapse_warning: NonNegative = option(1e-4, "warn where an output deviates less over rows (RMS, logits)")
+    initial_warning: NonNegative = option(0.15, "warn where a first loss is further from chance level (relative)")
+    waiting_warning: Fraction = option(0.2, "warn above this share of the time that updates wait for data")
+    overflow_warning: Count = option(3, "warn from so many falls of the loss scale in 100 updates on")
     hooks: bool = option(True, "replay a non-finite update to name the module that first produced it")
 
 

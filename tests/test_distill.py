@@ -395,6 +395,19 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
     assert nothing.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_alignment_of_large_features_in_half_precision_is_finite(dtype: torch.dtype) -> None:
+    """Sums and products of such features are far beyond 65,504, the largest number of fp16."""
+    x, y = (30 + 2000 * torch.randn(losses.CKA_ROWS, 4, 64) for _ in range(2))
+    rows = torch.ones(losses.CKA_ROWS, dtype=torch.bool)
+    half = x.to(dtype).requires_grad_()
+    found = losses.linear_cka(half, y.to(dtype), rows)
+    assert float(found) == pytest.approx(float(losses.linear_cka(x.double(), y.double(), rows)), rel=0.02, abs=1e-4)
+    found.backward()
+    assert half.grad is not None
+    assert half.grad.isfinite().all()
+
+
 def test_the_gradient_of_the_alignment_does_not_depend_on_the_micro_batch() -> None:
     x, y = (torch.randn(2 * losses.CKA_ROWS, 3, 1) for _ in range(2))
     rows, gradients = torch.rand(len(x)) < 0.9, []

@@ -243,6 +243,7 @@ def test_board_mask_is_queen_knight_and_king_moves() -> None:
     mask = blocks.board_mask()
     assert int(mask.sum()) == 1856
     assert torch.equal(mask, mask.T)
+    assert mask.diagonal().all(), "without any square attention gives zeros, which hides a wrong mask"
     near = {square for square in range(64) if mask[0, square]}
     assert near == {0, *range(1, 8), *range(8, 64, 8), *range(9, 64, 9), 10, 17}
 

@@ -85,7 +85,8 @@ class Trainer:
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
         self._is_reporter = ranks.first or self._step.sharded  # whether this process takes part in validation
         self._cadence, self._saving = ValidationSchedule(config.validation), CheckpointSchedule(config.checkpoint)
-        self._norms, self._pace = deque[float](maxlen=WINDOW), Throughput(runtime.workers, runtime.prefetch)
+        self._norms = deque[float](maxlen=WINDOW)
+        self._pace = Throughput(runtime.workers, runtime.prefetch, config.health.waiting_warning)
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None

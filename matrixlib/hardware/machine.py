@@ -6,6 +6,7 @@ functions.
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -226,8 +227,8 @@ def _read(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can change results: Python, packages, CUDA or ROCm build and driver. Missing ones are
-    left out."""
+    """Versions of everything that can change results: Python, packages, oneDNN and MKL, CUDA or ROCm build and driver.
+    Missing ones are left out."""
     import torch
     from torch.utils import collect_env
 
@@ -235,6 +236,9 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             out[package] = metadata.version(package)
+    for library, words in (("onednn", r"MKL-DNN v([\d.]+)"), ("mkl", r"Math Kernel Library Version (\S+)")):
+        if found := re.search(words, torch.__config__.show()):
+            out[library] = found[1]
     cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
     out |= {
