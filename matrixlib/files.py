@@ -75,13 +75,25 @@ def writing(folder: Path) -> Iterator[None]:
         if error.errno not in REFUSALS:
             raise
         where = f" ({error.filename})" if error.filename and Path(error.filename) != folder else ""
+        problem = inode_problem(folder, error) or error.strerror
         refused = FolderError(
-            f"{folder} cannot be written: {error.strerror}{where}. Make room or make it writable, or let "
+            f"{folder} cannot be written: {problem}{where}. Make room or make it writable, or let "
             "MATRIXLIB_REPORTS name another folder for all runs"
         )
         for note in getattr(error, "__notes__", ()):  # what was saved anyway
             refused.add_note(note)
         raise refused from error
+
+
+def inode_problem(folder: Path, error: Exception) -> str:
+    """Text for a write below a folder that failed as no inode is free, which the system calls a full disk, or ""."""
+    if getattr(error, "errno", None) != errno.ENOSPC or not hasattr(os, "statvfs"):
+        return ""
+    disk = os.statvfs(next(path for path in (folder, *folder.parents) if path.is_dir()))
+    if not (disk.f_bavail and disk.f_files) or disk.f_favail:
+        return ""
+    free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB are free"
+    return f"the file system has no room for more files ({free}, but all {disk.f_files:,} inodes are used)"
 
 
 def make_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +188,21 @@ def test_a_full_disk_during_training_is_named(reports: Path, monkeypatch: pytest
     with pytest.raises(files.FolderError, match=r"full cannot be written: No space left on device .*metrics\.jsonl"):
         list(current.train())
     assert not current.lock.is_locked
+
+
+@pytest.mark.parametrize(
+    ("inodes", "says"), [(0, r"no room for more files \(52\.4 MB are free, .* 800 inodes"), (9, "No sp")]
+)
+def test_a_file_system_without_inodes_is_not_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int, says: str
+) -> None:
+    disk = SimpleNamespace(f_bavail=12_800, f_frsize=4096, f_files=800, f_favail=inodes)
+    monkeypatch.setattr(files.os, "statvfs", lambda _: disk)
+    with (
+        pytest.raises(files.FolderError, match=f"reports cannot be written: .*{says}"),
+        files.writing(tmp_path / "reports"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "../reports", "nowhere"], ids=len)
