@@ -56,6 +56,12 @@ def requested_config(
     return load_config(preset, configuration.merge(overrides, arguments))
 
 
+def check_ranks(ranks: int) -> None:
+    """RunError for less than one process."""
+    if ranks < 1:
+        raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
+
+
 def run_folder(preset: str, run: str, requested: Config, kind: str = "train", parts: Parts | None = None) -> Path:
     """Folder of the named run, of the newest incomplete run with equal configuration and parts, or of a new one (not
     created), with a warning if another incomplete run can be resumed with this configuration."""
