@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import json
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,10 @@ NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
 NAME_BYTES = 200  # of a run's name: file systems allow 255, and file names are derived from it
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+ANYWHERE = (".*", "*.ipynb", "*.lock", "lock", "*.log", "*.tmp", "notes.txt")
+"""Entries that a folder may have before it becomes that of a run, say: papermill's, locks, and the user's."""
 
 
 class FolderError(ValueError):
@@ -64,6 +69,19 @@ def name_problem(name: str) -> str:
     if (length := len(name.encode())) > NAME_BYTES:
         return f"has {length} bytes; take at most {NAME_BYTES}"
     return "is that of a file there; take another" if (reports_root() / name).is_file() else ""
+
+
+def foreign_entry(folder: Path, marks: Sequence[str], known: Sequence[str] = ()) -> str:
+    """Name of an entry that shows that a folder is not ours to fill, or "". marks: names of which one makes it ours;
+    known: patterns of entries that it may have without, beside `ANYWHERE` and empty folders."""
+    if not os.path.isdir(folder) or any((folder / name).exists() for name in marks):
+        return ""
+    with writing(folder):
+        for path in sorted(folder.iterdir()):
+            expected = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in (*ANYWHERE, *known))
+            if not expected and not (path.is_dir() and not any(path.iterdir())):
+                return path.name
+    return ""
 
 
 @contextmanager

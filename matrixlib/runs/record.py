@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.engine.folder import RunFolder, intact_runs, name_conflict, read_run, read_run_config
+from matrixlib.engine.folder import DAMAGED, RunFolder, intact_runs, name_conflict, read_run, read_run_config
 from matrixlib.engine.parts import Parts
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
@@ -140,7 +140,7 @@ def stored_record(folder: Path) -> dict[str, Any]:
             what = " and no ".join(sorted(lacking))
             raise RunError(f"{folder / 'run.json'} has no {what}: restore it from a backup, or give another run name")
         return record
-    if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
+    if kept := [name for name in DAMAGED if (folder / name).exists()]:
         raise RunError(
             f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: restore it from a backup, or give "
             "another run name"
