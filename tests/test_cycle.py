@@ -232,11 +232,11 @@ def shards(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.filterwarnings("error:.*was not in the catalogue")  # nothing is wrong with what has just been written
 def test_several_processes_play_the_same_games(whole: Path, reports: Path, games_alone: None) -> None:
-    (reports / "c").mkdir()
+    current = cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2})
     begun = read_generations(whole / "c")[1].begun  # shards say when they were made
     Generation(number=1, begun=begun).write(reports / "c")
     with pytest.raises(Enough):
-        next(cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2}).train())
+        next(current.train())
     assert read_generations(reports / "c")[1].selfplay["games"] == 20
     assert shards(reports) == shards(whole)
     assert len(Catalogue(reports / "c" / "shards").shards()) == 5

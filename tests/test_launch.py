@@ -181,11 +181,14 @@ def test_what_cannot_begin_is_one_line_and_exit_code_2(
 
     assert "did you mean 'quick'" in refused("--preset", "quik")
     assert "validation.target_loss" in refused("--preset", "demo", "--target-loss", "-1")
-    with monkeypatch.context() as patch:
-        patch.setenv("MATRIXLIB_LIVE", "2")
-        assert "MATRIXLIB_LIVE is '2'; set it to 0 or 1" in refused("--preset", "demo")
-    assert list(reports.iterdir()) == []
     monkeypatch.setattr(launch, "_execute", lambda *_: pytest.fail("executed"))
+    wrong = {"MATRIXLIB_LIVE": "2", "OMP_NUM_THREADS": "abc", "LOCAL_WORLD_SIZE": "0", "MATRIXLIB_DEVICE": "nonsense"}
+    for name, value in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert f"{name} is '{value}'; " in refused("--preset", "demo")
+    assert "RunError: ranks is 0: give the number" in refused("--preset", "demo", "--ranks", "0")
+    assert list(reports.iterdir()) == []
     overrides = {"train": {"steps": 4, "batch_size": 16}, "validation": {"limit": 64}}
     for _ in runs.open_run("demo", "cpu", run="done", overrides=overrides).train():
         pass

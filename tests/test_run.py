@@ -6,7 +6,9 @@ import html
 import json
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +199,24 @@ def test_an_empty_name_resumes_the_newest_incomplete_run_with_the_same_configura
     fresh = runs.open_run(overrides=TINY)
     assert fresh.name != first.name, "a complete run is not resumed"
     fresh.close()
+
+
+def test_a_new_run_beside_an_unfinished_one_says_how_to_resume_that(reports: Path) -> None:
+    """Other steps with an empty name begin a new run, which looked as if the first had been resumed."""
+    first = train(until=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs.open_run(overrides={**TINY, "seed": 5}).close()  # could not be resumed so
+        runs.open_run(overrides=TINY, steps=3).close()  # it has made more
+    words = f"'{first.name}' of this preset is unfinished, at update 5, with other train.steps: name it as `run` to"
+    with pytest.warns(UserWarning, match=words):
+        other = runs.open_run(overrides=TINY, steps=20)
+    other.close()
+    assert other.name != first.name
+    with pytest.raises(runs.RunError, match=r"has made 5 updates, more than train\.steps: 3"):
+        runs.open_run(run=first.name, overrides=TINY, steps=3)
+    with closing(runs.open_run(run=first.name, overrides=TINY, steps=20)) as again:
+        assert (again.resumed, again.trainer.step, again.steps) == (True, 5, 20)
 
 
 def test_other_values_under_the_same_name_are_refused_by_name(reports: Path) -> None:

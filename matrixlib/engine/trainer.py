@@ -20,6 +20,7 @@ from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.diagnostics import first_update, inspect, write_evidence
 from matrixlib.engine.distributed import LostRank, Ranks, newest
 from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.parts import Parts
@@ -29,7 +30,6 @@ from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, Teacher
 from matrixlib.engine.timing import Throughput
 from matrixlib.engine.validation import HeldOut, Validation, ValidationSchedule, check_target_loss
-from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between memory checks, and between logged ones
@@ -468,6 +468,5 @@ class Trainer:
         now, interval = time.monotonic(), self.config.train.heartbeat_seconds
         if self.ranks.first and (force or now - self._heartbeat_at >= interval):
             self._heartbeat_at = now
-            facts = {"phase": phase, "step": self.step, "steps": self.steps}
-            facts |= {"step_seconds": self._seconds, "interval": interval}
-            write_json(self._folder / "heartbeat.json", facts | self._memory.heartbeat())
+            progress = {"step": self.step, "steps": self.steps, "step_seconds": self._seconds, "interval": interval}
+            Heartbeat.write(self._folder, self._memory.current(), phase=phase, **progress)

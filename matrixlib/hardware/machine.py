@@ -109,6 +109,12 @@ def set_waiting_policy() -> None:
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
+def check_environment() -> None:
+    """ValueError for an invalid number of threads or ranks in the environment, without torch."""
+    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        _requested(name)
+
+
 def _requested(name: str) -> int:
     """A number from the environment; 0 if unset."""
     text = os.environ.get(name, "").strip()

@@ -53,8 +53,10 @@ def open_cycle(
     """
     config = games.load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
-    if problem := name_conflict(name, "cycle.yaml"):
-        raise CycleError(f"cycle name {name!r} {problem}")
+    trainings = {_training(name, number): "run.json" for number in range(1, config.generations + 1)}
+    for taken, file in {name: "cycle.yaml", **trainings}.items():
+        if problem := name_conflict(taken, file):
+            raise CycleError(f"cycle name {taken!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
@@ -74,6 +76,11 @@ def open_cycle(
         )
     runtime.apply()  # evaluations are stored, too
     return Cycle(folder, config, runtime)
+
+
+def _training(cycle: str, number: int) -> str:
+    """Run name of a generation's training."""
+    return f"{cycle}-{number:03d}"
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
@@ -218,7 +225,7 @@ class Cycle:
         }
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
-        run = runs.open_run(str(preset), run=f"{self.name}-{number:03d}", overrides=overrides, kind="cycle")
+        run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
                 run.trainer.start_from(named_tensors(self.network(generation.start).model))

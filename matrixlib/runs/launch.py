@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +17,16 @@ from typing import Any
 import psutil
 
 from matrixlib import files, progress
-from matrixlib.hardware import machine
+from matrixlib.hardware import machine, runtime
 from matrixlib.runs import report
-from matrixlib.runs.record import changes_on_resume, newest_unfinished, requested_config, run_folder, stored_record
+from matrixlib.runs.record import (
+    changes_on_resume,
+    check_ranks,
+    newest_unfinished,
+    requested_config,
+    run_folder,
+    stored_record,
+)
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
@@ -45,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         return ranks.train(options.preset, options.run, overrides, options.device, options.steps)
     try:
         progress.interactive()  # refuses a bad MATRIXLIB_LIVE before the kernel starts
+        runtime.check_environment()
+        check_ranks(options.ranks)
         if options.resume:
             found = newest_unfinished()
             options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
@@ -126,4 +136,5 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.exit(main())

@@ -271,8 +271,7 @@ def open_run(
     requested = records.requested_config(preset, device, seed, steps, overrides or {}, init)
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
-    if ranks < 1:
-        raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
+    records.check_ranks(ranks)
     parts = Parts(tuple(heads), trunk, losses or {}, schedule, optimizer)
     if parts and ranks > 1:
         raise RunError(
