@@ -1,5 +1,6 @@
 """The Latin-square task: puzzles, losses, bounds, network; the mistakes of its specification."""
 
+import json
 import math
 import pickle
 from dataclasses import replace
@@ -19,7 +20,7 @@ from matrixlib.tasks.latin import losses, model, pool
 from matrixlib.tasks.latin.losses import tokens
 from matrixlib.tasks.latin.model import LatinNet
 from matrixlib.tasks.latin.spec import LatinTask
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, TOKENS, digits, token
 
 SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
 
@@ -235,7 +236,29 @@ def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
 @pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
 @pytest.mark.slow
 def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
-    file = model.export(latin_task().build_model(), tmp_path / "latin.onnx")
+    net = latin_task().build_model().eval()
+    file = model.export(net, tmp_path / "latin.onnx", sizes=(3, 4, 5))
     assert [entry.name for entry in tmp_path.iterdir()] == ["latin.onnx"], "weights in a file beside it"
     assert file.difference < 1e-4
     assert file.examples == 4 * 14, "every size, in batches of 1 and 3"
+    # A reader that has the file alone: what the tokens are, where the puzzle stands, which logits are digits.
+    session = onnx.session(file.path)
+    facts = session.get_modelmeta().custom_metadata_map
+    named, modes, by_mode, sizes = (json.loads(facts[name]) for name in ("tokens", "modes", "digits", "sizes"))
+    assert (facts["task"], sizes, modes, len(named)) == ("latin", [3, 4, 5], list(MODES), TOKENS)
+    assert [named.index(str(digit)) for digit in range(-16, 17)] == [token(digit) for digit in range(-16, 17)]
+    assert (named[PAD], named[EMPTY]) == ("outside", "empty")
+    assert by_mode["negative"]["4"] == [-2, -1, 1, 2]
+    assert "16 x 16" in facts["board"]
+    grid = np.full((3, 16, 16), named.index("outside"))
+    for row, size in enumerate(sizes):  # several sizes in one batch
+        grid[row, :size, :size] = named.index("empty")
+        grid[row, 0, size - 1] = named.index(str(by_mode[modes[row]][str(size)][-1]))
+    for rows in (1, 3):
+        given = {"input_grid": grid[:rows], "grid_size": np.array(sizes[:rows]), "mode": np.arange(rows)}
+        (theirs,) = session.run(["cell_logits"], given)
+        with torch.inference_mode():
+            ours = net(*map(torch.from_numpy, given.values())).permute(0, 3, 1, 2).numpy()
+        assert theirs.shape == (rows, TOKENS, 16, 16)
+        for row, size in enumerate(sizes[:rows]):
+            assert np.abs(theirs - ours)[row, :, :size, :size].max() < 1e-4

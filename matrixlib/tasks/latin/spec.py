@@ -211,7 +211,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return Stage(staged, [pool.source(size) for size in range(smallest, largest + 1)])
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
-        return export(net.model, path)
+        return export(net.model, path, net.task.every_size)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and correct cells over all kinds of puzzles, with decoding without a network as baseline."""
