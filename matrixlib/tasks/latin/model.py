@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from matrixlib.engine import onnx
 from matrixlib.tasks.latin.config import LatinModelConfig
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, NAMES, PAD, SIDE, TOKENS, digits
+from matrixlib.tasks.latin.losses import sinkhorn
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, NAMES, PAD, SIDE, TOKENS, digits, token_table
 
 RELATIONS = 4  # between two cells: 0 the same, 1 same row, 2 same column, 3 neither
 DEVIATION = 0.02  # of the initial weights
@@ -53,8 +54,10 @@ class LatinNet(nn.Module):
     """Tokens of a partial grid to logits over 35 tokens a cell.
 
     A cell's embedding is the sum of token, row, column, grid size and mode. `relations` adds a learned attention bias
-    by head for cells of the same row or column.
+    by head for cells of the same row or column. `sinkhorn`: see `losses.sinkhorn`.
     """
+
+    digits: Tensor
 
     def __init__(self, config: LatinModelConfig) -> None:
         super().__init__()
@@ -65,6 +68,8 @@ class LatinNet(nn.Module):
         self.size = nn.Embedding(SIDE + 1, width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, TOKENS)
+        if config.sinkhorn:
+            self.register_buffer("digits", torch.from_numpy(token_table()), persistent=False)
         for name, parameter in self.named_parameters():
             if name.endswith("relation"):
                 # Heads start with a bias for rows and columns in turn.
@@ -96,8 +101,11 @@ class LatinNet(nn.Module):
             x = x + first if repeat else x
             for number, block in enumerate(blocks):
                 x = block(x, kept[number] if kept else block.relate(relations, mask))
-        logits: Tensor = self.head(self.norm(x))
-        return logits.unflatten(1, (side, side))
+        logits: Tensor = self.head(self.norm(x)).unflatten(1, (side, side))
+        if not self.config.sinkhorn:
+            return logits
+        with torch.autocast(logits.device.type, enabled=False):
+            return sinkhorn(logits, tokens, self.digits[mode, size, :side], self.config.sinkhorn)
 
     def _mask(self, tokens: Tensor) -> Tensor:
         """(B, 1, L, L) fp32: 0 for visible cells, -inf outside the grid and, if causal, for later ones."""
