@@ -16,7 +16,7 @@ INDEXES = PIP_QUIET=0 $(BIN)/python -m pip config list | sed -E "s/\\\\n/ /g; s/
 	while read -r option values; do for value in $$values; do echo "--$$option $${value\#=}"; done; done
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: bench bench-gpu gpu help train train-quick train-full train-resume hw-report generate-data cycle test unit soak e2e lint
+.PHONY: bench bench-gpu gpu help train train-quick train-full train-resume hw-report generate-data cycle latin test unit soak e2e lint
 .PHONY: lab report refresh lock install clean stale
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make train-full     train params/small.yaml, for a GPU (both: STEPS=, TARGET_LOSS=)'
 	@echo 'make lab            JupyterLab, on copies of the notebooks in reports/lab/'
 	@echo 'make cycle          self-play from random weights (params/cycle/quick.yaml), about half an hour'
+	@echo 'make latin          train params/latin_quick.yaml on Latin squares and evaluate it, a few minutes; resumes when stopped'
 	@echo 'make generate-data  make a training set with Stockfish: 1,000 games, or GAMES=; resumes when stopped'
 	@echo 'make report         write report.html of every run again, or of RUN='
 	@echo ''
@@ -99,6 +100,11 @@ generate-data: $(STAMP)
 cycle: $(STAMP)
 	@mkdir -p reports/cycle-quick
 	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick --no-progress-bar \
+		--stdout-file - --stderr-file -
+
+latin: $(STAMP)
+	@mkdir -p reports/latin
+	$(BIN)/papermill notebooks/latin.ipynb reports/latin/latin.ipynb -p preset latin_quick --no-progress-bar \
 		--stdout-file - --stderr-file -
 
 # mypy beside the tests, which are four processes for two cores, as many tests wait for something. Each file of tests is

@@ -1,5 +1,6 @@
 """The Latin-square task: puzzles, losses, bounds, network; the mistakes of its specification."""
 
+import json
 import math
 import pickle
 from dataclasses import replace
@@ -19,7 +20,7 @@ from matrixlib.tasks.latin import losses, model, pool
 from matrixlib.tasks.latin.losses import tokens
 from matrixlib.tasks.latin.model import LatinNet
 from matrixlib.tasks.latin.spec import LatinTask
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, TOKENS, digits, token
 
 SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
 
@@ -188,6 +189,58 @@ def test_smoothing_has_a_floor_and_a_target_below_it_is_refused() -> None:
     check_target_loss(0.09, bare, [found], frozenset({"cell", "constraint"}))
 
 
+# Sinkhorn
+
+
+def test_sinkhorn_lines_and_cells_sum_to_one_with_the_givens() -> None:
+    """Over grids of several sizes and modes. Slowly: a digit may fit a cell and stand there in no completion."""
+    found = batch(latin_task(), records(), plain=True)
+    shown, digit, hidden = tokens(found), found["digits"], found["hidden"]
+    logits = torch.randn(*shown.shape, TOKENS, generator=torch.Generator().manual_seed(0))
+    grid, known = losses.inside(found["size"], 5), (digit != PAD).float()
+    given = torch.nn.functional.one_hot(found["square"].long(), 5) * grid[..., None]
+    far = []
+    for iterations in (3, 300):
+        out = losses.sinkhorn(logits, shown, digit, iterations)
+        assert torch.equal(out[~hidden], logits[~hidden])
+        p = torch.where(hidden[..., None], losses.digit_log_probabilities(out, digit).exp(), given)
+        assert torch.allclose(p.sum(3), grid.float(), atol=1e-5)
+        far.append(max((p.sum(axis) - known[:, :, None] * known[:, None]).abs().max().item() for axis in (1, 2)))
+    assert far[1] < 0.01 < far[0]
+
+
+def test_sinkhorn_cannot_break_the_symmetry_of_an_empty_grid() -> None:
+    shown, digit = torch.full((1, 4, 4), EMPTY), torch.tensor([[token(d) for d in digits("negative", 4)]])
+    p = losses.digit_log_probabilities(losses.sinkhorn(torch.zeros(1, 4, 4, TOKENS), shown, digit, 5), digit).exp()
+    assert torch.allclose(p, torch.tensor(0.25))
+    shown[0, 0, 0] = digit[0, 2]
+    p = losses.digit_log_probabilities(losses.sinkhorn(torch.zeros(1, 4, 4, TOKENS), shown, digit, 5), digit).exp()
+    assert not p[0, 0, 1:, 2].any(), "the digit stands in their row"
+    assert not p[0, 1:, 0, 2].any(), "and in their column"
+
+
+def test_sinkhorn_is_finite_where_no_digit_fits_and_reads_nothing_on_the_host() -> None:
+    shown = torch.tensor([[[token(1), token(2), EMPTY], [EMPTY, EMPTY, token(3)], [EMPTY] * 3]])
+    digit = torch.tensor([[token(1), token(2), token(3)]])
+    logits = (1e4 * torch.randn(1, 3, 3, TOKENS, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    log_p = losses.digit_log_probabilities(losses.sinkhorn(logits, shown, digit, 5), digit)
+    (gradient,) = torch.autograd.grad(log_p.exp().square().sum(), logits)
+    assert log_p.isfinite().all()
+    assert gradient.isfinite().all()
+    assert losses.sinkhorn(logits.to("meta"), shown.to("meta"), digit.to("meta"), 5).shape == logits.shape
+
+
+def test_a_network_with_sinkhorn_starts_at_its_own_chance_and_takes_no_smoothing() -> None:
+    task = latin_task(model={"sinkhorn": 5})
+    found = batch(task, records(each=100), plain=True)
+    count, bounds = task.counts(found), task.bounds(found)
+    sums, _ = task.losses(task.build_model(), found, frozenset({"cell", "constraint"}))
+    assert sums["cell"].item() == pytest.approx(bounds["cell"][0], rel=0.1)
+    assert bounds["cell"][0] / count["cell"] < 0.8 * latin_task().bounds(found)["cell"][0] / count["cell"]
+    with pytest.raises(ValueError, match=r"model\.sinkhorn gives impossible digits no probability"):
+        latin_task(model={"sinkhorn": 5}, loss={"label_smoothing": 0.1})
+
+
 # Network
 
 
@@ -235,7 +288,8 @@ def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
 @pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
 @pytest.mark.slow
 def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
-    file = model.export(latin_task().build_model(), tmp_path / "latin.onnx")
+    net = latin_task().build_model().eval()
+    file = model.export(net, tmp_path / "latin.onnx", sizes=(3, 4, 5))
     assert [entry.name for entry in tmp_path.iterdir()] == ["latin.onnx"], "weights in a file beside it"
     assert file.difference < 1e-4
     assert file.examples == 4 * 14, "every size, in batches of 1 and 3"
@@ -249,3 +303,25 @@ def test_every_cell_of_a_grid_sees_one(causal: bool) -> None:
     grid[1, 3:], grid[1, :, 3:] = PAD, PAD
     seen = (net._mask(grid.flatten(1)) == 0)[:, 0]
     assert seen[grid.flatten(1) != PAD].any(-1).all()
+
+    # A reader that has the file alone: what the tokens are, where the puzzle stands, which logits are digits.
+    session = onnx.session(file.path)
+    facts = session.get_modelmeta().custom_metadata_map
+    named, modes, by_mode, sizes = (json.loads(facts[name]) for name in ("tokens", "modes", "digits", "sizes"))
+    assert (facts["task"], sizes, modes, len(named)) == ("latin", [3, 4, 5], list(MODES), TOKENS)
+    assert [named.index(str(digit)) for digit in range(-16, 17)] == [token(digit) for digit in range(-16, 17)]
+    assert (named[PAD], named[EMPTY]) == ("outside", "empty")
+    assert by_mode["negative"]["4"] == [-2, -1, 1, 2]
+    assert "16 x 16" in facts["board"]
+    grid = np.full((3, 16, 16), named.index("outside"))
+    for row, size in enumerate(sizes):  # several sizes in one batch
+        grid[row, :size, :size] = named.index("empty")
+        grid[row, 0, size - 1] = named.index(str(by_mode[modes[row]][str(size)][-1]))
+    for rows in (1, 3):
+        given = {"input_grid": grid[:rows], "grid_size": np.array(sizes[:rows]), "mode": np.arange(rows)}
+        (theirs,) = session.run(["cell_logits"], given)
+        with torch.inference_mode():
+            ours = net(*map(torch.from_numpy, given.values())).permute(0, 3, 1, 2).numpy()
+        assert theirs.shape == (rows, TOKENS, 16, 16)
+        for row, size in enumerate(sizes[:rows]):
+            assert np.abs(theirs - ours)[row, :, :size, :size].max() < 1e-4

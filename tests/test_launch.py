@@ -131,6 +131,8 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
     (data,) = commands("generate-data", "GAMES=7")
     assert "notebooks/sample.ipynb" in data
     assert "-p games '7'" in data
+    (latin,) = commands("latin")
+    assert "notebooks/latin.ipynb reports/latin/latin.ipynb -p preset latin_quick" in latin
     (hostile,) = commands("report", "RUN=a'; touch b; '")
     assert shlex.split(hostile)[-1] == "a'; touch b; '", "one word of the shell"
 

@@ -13,7 +13,7 @@ from test_melee_windows import network
 
 from matrixlib.engine.task import Batch, active_terms
 from matrixlib.tasks.melee import imitation
-from matrixlib.tasks.melee.columns import BUTTONS
+from matrixlib.tasks.melee.columns import BUTTONS, MASKS
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, NEUTRAL, Head, Statistics
 from matrixlib.tasks.melee.imitation import Frames, figures
 from matrixlib.tasks.melee.model import MeleeNet, Objective, gumbel
@@ -217,12 +217,81 @@ def test_onsets_by_hand() -> None:
     given["sampled"][:, a] = [1, 0, 1, 1, 0, 0, 1, 1, 0, 0]
     # Two frames with the button up in which the player does not press it, and in one of them the sample does.
     assert figures(given)["onsets"] == {"number": 2, "recall": 0.5, "false": 0.5}
+    found = {decision: buttons["A"] for decision, buttons in figures(given)["buttons"].items()}
+    held = {"players": 0.6, "rate": 0.5, "accuracy": 0.7, "precision": 4 / 5, "recall": 4 / 6, "f1": 8 / 11}
+    onset = {"onset_precision": 0.5, "onset_recall": 0.5, "onset_f1": 0.5, "false_onsets": 0.5, "onsets": 2}
+    assert found["sampled"] == pytest.approx(held | onset)
+    never, repeated = found["likeliest"], found["repeated"]
+    assert (never["accuracy"], never["precision"], never["recall"]) == (0.4, None, 0), "None: nothing to divide by"
+    assert (repeated["accuracy"], repeated["onset_precision"], repeated["onset_recall"]) == (0.6, None, 0)
+
+
+def test_rare_buttons_and_d_up_have_figures_of_their_own() -> None:
+    """ExPhil's metrics call the eighth button Start, but its label is D-up; a rare button drowns in a mean of all."""
+    assert (BUTTONS[7], MASKS[7]) == ("D-up", 0x08)
+    given = frames(1000)
+    for button in ("Z", "L", "R", "D-up"):
+        given["target"][500, BUTTONS.index(button)] = 1
+    given["sampled"][500, BUTTONS.index("L")] = 1
+    found = figures(given)["buttons"]["sampled"]
+    assert list(found) == list(BUTTONS)
+    recalls = {button: scores["recall"] for button, scores in found.items()}
+    assert recalls == dict.fromkeys("ABXY") | {"Z": 0, "L": 1, "R": 0, "D-up": 0}, "None: never held"
+    assert found["Z"]["accuracy"] == 0.999
+
+
+def test_the_error_of_a_stick_is_between_decoded_class_centres() -> None:
+    given = frames(4)
+    x, c_y = HEADS[1].choices, HEADS[4].choices
+    given["target"][:, x] = [[8], [16], [16], [0]]
+    given["repeated"][1:, x] = given["target"][:-1, x]
+    given["sampled"][:, x] = [[8], [12], [16], [16]]
+    given["sampled"][0, c_y] = 10
+    given["likeliest"][0, HEADS[-1].choices] = 4  # the shoulder is no stick
+    found = figures(given)["stick_mse"]
+    assert found["sampled"] == {"main_x": (0.5**2 + 2**2) / 4, "main_y": 0, "c_x": 0, "c_y": 0.25**2 / 4}
+    assert found["repeated"]["main_x"] == (1 + 2**2) / 4
+    assert found["likeliest"] == {"main_x": (1 + 1 + 1) / 4, "main_y": 0, "c_x": 0, "c_y": 0}
+
+
+def test_the_confusion_of_onsets_tells_samples_from_the_likeliest() -> None:
+    """Rows: what the player newly presses; what is held on from the frame before is in no cell."""
+    given = frames(6)
+    a, b, z = (BUTTONS.index(name) for name in ("A", "B", "Z"))
+    given["target"][[0, 1, 2, 3], a] = given["target"][4, z] = 1
+    given["repeated"][[3, 4], a] = 1
+    given["sampled"][[0, 3, 5], a] = given["sampled"][[1, 4], b] = given["sampled"][0, z] = 1
+    expected = np.zeros((8, 9), int)
+    expected[a, [a, z, b, 8]] = 1  # frame 0: A and Z, frame 1: B, frame 2: nothing
+    expected[z, b] = 1
+    assert np.array_equal(imitation.confusion(given, "sampled"), expected)
+    expected[:] = 0
+    expected[a, 8], expected[z, 8] = 3, 1
+    assert np.array_equal(imitation.confusion(given, "likeliest"), expected)
+
+
+def test_the_stick_map_counts_frames_by_y_and_x_and_modes_look_collapsed() -> None:
+    given = frames(5)
+    given["target"][:, 8:10] = given["sampled"][:, 8:10] = [[16, 8], [16, 8], [8, 0], [0, 8], [8, 8]]
+    given["sampled"][0, 8:10] = (16, 16)
+    for decision, cells in (
+        ("target", {(8, 16): 2, (0, 8): 1, (8, 0): 1, (8, 8): 1}),
+        ("sampled", {(16, 16): 1, (8, 16): 1, (0, 8): 1, (8, 0): 1, (8, 8): 1}),
+        ("likeliest", {(8, 8): 5}),
+    ):
+        found = imitation.stick_map(given, decision)
+        assert found.shape == (17, 17)
+        assert {(int(y), int(x)): found[y, x] for y, x in np.argwhere(found)} == cells
 
 
 def test_repeating_looks_good_by_accuracy_and_meets_no_onset() -> None:
     target, held = sticky(4000)
     assert (held == target).mean() > 0.9
-    assert figures(frames(4000, target=target, repeated=held, sampled=held))["onsets"]["recall"] == 0
+    found = figures(frames(4000, target=target, repeated=held, sampled=held))
+    assert found["onsets"]["recall"] == 0
+    for scores in found["buttons"]["repeated"].values():
+        assert scores["accuracy"] > 0.9
+        assert scores["onset_recall"] == 0
 
 
 def test_the_baselines_are_probabilities_and_the_best_of_their_kind() -> None:

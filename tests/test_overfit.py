@@ -10,6 +10,7 @@ from cells import Shown, run_notebook
 
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.melee.controller import HEADS
 
 SMALL: dict[str, Any] = {
     "model": {"channels": 32, "blocks": 2},
@@ -23,7 +24,6 @@ def check(**overrides: Any) -> Shown:
     return run_notebook("overfit", seed=0, overrides={**SMALL, **overrides})
 
 
-@pytest.mark.soak
 def test_a_sound_network_learns_16_positions(reports: Path) -> None:
     """As nbval of overfit.ipynb sees it do."""
     shown = check()
@@ -37,6 +37,16 @@ def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
     shown = run_notebook("overfit", preset="latin_demo", overrides={"runtime": {"precision": "fp32", "threads": 1}})
     assert not shown.failed
     assert shown.text.count("pass  cell") == 2
+
+
+def test_a_melee_network_learns_16_windows_of_frames(reports: Path) -> None:
+    """Every part of the controller, all of whose floors are 0."""
+    runtime = {"device": "cpu", "precision": "fp32", "threads": 1}
+    shown = run_notebook("overfit", preset="melee_demo", seed=0, overrides={"runtime": runtime, "data": {"window": 20}})
+    assert not shown.failed
+    last = shown.values["curve"].iloc[-1]
+    assert set(last.index) == {head.name for head in HEADS}
+    assert last.to_dict() == pytest.approx(dict.fromkeys(last.index, 0), abs=0.05)
 
 
 def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:

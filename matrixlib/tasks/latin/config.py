@@ -74,6 +74,9 @@ class LatinModelConfig(Section):
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and blocks")
     causal: bool = option(False, "causal attention mask; worse, for comparison")
     relations: bool = option(True, "learned attention bias for cells of the same row or column")
+    sinkhorn: Annotated[int, Field(ge=0, le=100)] = option(
+        0, "Sinkhorn iterations over rows, columns and cells of the digits that may stand in each empty cell; 0 = none"
+    )
 
     @model_validator(mode="after")
     def _divides(self) -> LatinModelConfig:
@@ -96,3 +99,12 @@ class LatinConfig(Config):
     model: LatinModelConfig = LatinModelConfig()
     loss: LatinLossConfig = LatinLossConfig()
     curriculum: LatinCurriculumConfig = LatinCurriculumConfig()
+
+    @model_validator(mode="after")
+    def _impossible_digits(self) -> LatinConfig:
+        if self.model.sinkhorn and self.loss.label_smoothing:
+            raise ValueError(
+                "model.sinkhorn gives impossible digits no probability, and loss.label_smoothing asks for some: "
+                "set one of them to 0"
+            )
+        return self

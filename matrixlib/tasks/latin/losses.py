@@ -37,6 +37,24 @@ def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return digit_logits.masked_fill(index == 0, IMPOSSIBLE).log_softmax(3)
 
 
+def sinkhorn(logits: Tensor, tokens: Tensor, digits: Tensor, iterations: int) -> Tensor:
+    """Token logits (B, N, N, 35), fp32, in which the digits (B, K), 0 = none, of every empty cell are log-probabilities
+    after alternate normalisation over rows, columns and cells (Sinkhorn and Knopp 1967; Mena et al. 2018).
+
+    Digits that stand in the cell's row or column are IMPOSSIBLE. Sums over each line and digit approach 1 with the
+    iterations; those of a cell are 1. tokens: the grids (B, N, N).
+    """
+    logits, digits = logits.float(), digits[:, None, None]
+    placed = tokens[..., None] == digits
+    empty = (tokens == EMPTY)[..., None]
+    ruled_out = placed.any(1)[:, None] | placed.any(2)[:, :, None] | ~empty | (digits == PAD)
+    index = digits.expand_as(placed)
+    log_p = logits.gather(3, index).masked_fill(ruled_out, IMPOSSIBLE)
+    for axis in (2, 1, 3) * iterations:
+        log_p = (log_p - log_p.logsumexp(axis, keepdim=True)).masked_fill(ruled_out, IMPOSSIBLE)
+    return torch.where(empty, logits.scatter(3, index, log_p), logits)
+
+
 def cell_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoothing: float) -> tuple[Tensor, Sums]:
     """Cross-entropy summed over hidden cells, label-smoothed over the n digits.
 

@@ -3,6 +3,8 @@
 Arrays: B batch, N side of the largest grid in a batch, L = N * N cells, row by row.
 """
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 
 from matrixlib.engine import onnx
 from matrixlib.tasks.latin.config import LatinModelConfig
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, SIDE, TOKENS
+from matrixlib.tasks.latin.losses import sinkhorn
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, NAMES, PAD, SIDE, TOKENS, digits, token_table
 
 RELATIONS = 4  # between two cells: 0 the same, 1 same row, 2 same column, 3 neither
 DEVIATION = 0.02  # of the initial weights
@@ -51,8 +54,10 @@ class LatinNet(nn.Module):
     """Tokens of a partial grid to logits over 35 tokens a cell.
 
     A cell's embedding is the sum of token, row, column, grid size and mode. `relations` adds a learned attention bias
-    by head for cells of the same row or column.
+    by head for cells of the same row or column. `sinkhorn`: see `losses.sinkhorn`.
     """
+
+    digits: Tensor
 
     def __init__(self, config: LatinModelConfig) -> None:
         super().__init__()
@@ -63,6 +68,8 @@ class LatinNet(nn.Module):
         self.size = nn.Embedding(SIDE + 1, width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, TOKENS)
+        if config.sinkhorn:
+            self.register_buffer("digits", torch.from_numpy(token_table()), persistent=False)
         for name, parameter in self.named_parameters():
             if name.endswith("relation"):
                 # Heads start with a bias for rows and columns in turn.
@@ -94,8 +101,11 @@ class LatinNet(nn.Module):
             x = x + first if repeat else x
             for number, block in enumerate(blocks):
                 x = block(x, kept[number] if kept else block.relate(relations, mask))
-        logits: Tensor = self.head(self.norm(x))
-        return logits.unflatten(1, (side, side))
+        logits: Tensor = self.head(self.norm(x)).unflatten(1, (side, side))
+        if not self.config.sinkhorn:
+            return logits
+        with torch.autocast(logits.device.type, enabled=False):
+            return sinkhorn(logits, tokens, self.digits[mode, size, :side], self.config.sinkhorn)
 
     def _mask(self, tokens: Tensor) -> Tensor:
         """(B, 1, L, L) fp32: 0 for visible cells, -inf outside the grid and, if causal, for later ones."""
@@ -110,21 +120,29 @@ class LatinNet(nn.Module):
 
 
 class LatinOnnx(onnx.OnnxModule):
-    """The network for export, on 16 x 16 grids."""
+    """The network for export, on 16 x 16 grids. sizes: those it was trained on."""
 
     inputs = ("input_grid", "grid_size", "mode")
     outputs = ("cell_logits",)
 
-    def __init__(self, model: LatinNet) -> None:
+    def __init__(self, model: LatinNet, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.sizes = model, sizes
 
     def forward(self, input_grid: Tensor, grid_size: Tensor, mode: Tensor) -> Tensor:
         """(b, 16, 16), (b,), (b,) int64 -> cell_logits (b, 35, 16, 16)."""
         return self.model(input_grid, grid_size, mode).permute(0, 3, 1, 2)
 
     def metadata(self) -> dict[str, str]:
-        return {"task": "latin"}
+        """JSON, but for `task`, `board` and `cell_logits`. digits: mode -> size -> the digits of a puzzle."""
+        by_mode = {mode: {size: digits(mode, size) for size in self.sizes} for mode in MODES}
+        facts: dict[str, object] = {"tokens": NAMES, "sizes": [*self.sizes], "modes": MODES, "digits": by_mode}
+        return {name: json.dumps(value) for name, value in facts.items()} | {
+            "task": "latin",
+            "board": f"input_grid: {SIDE} x {SIDE} indices of tokens, row by row; the puzzle has the first grid_size "
+            "rows and columns, outside is token 0; mode: index of modes",
+            "cell_logits": "by grid, token, row, column; leave out tokens other than the puzzle's digits, then softmax",
+        }
 
     def meaningful(self, output: np.ndarray, inputs: onnx.Inputs) -> np.ndarray:
         """Inside the grid; all grids of a batch have one size."""
@@ -132,11 +150,11 @@ class LatinOnnx(onnx.OnnxModule):
         return output[:, :, :size, :size]
 
 
-def export(model: LatinNet, path: Path | str) -> onnx.OnnxFile:
-    """Write a Latin-square network as ONNX; errors as `engine.onnx.export`. Compared inside the grids over all sizes,
-    modes, and batches of 1 and 3."""
-    sizes = range(3, SIDE + 1)
-    return onnx.export(LatinOnnx(model), path, [_grids(rows, size) for size in sizes for rows in (1, 3)])
+def export(model: LatinNet, path: Path | str, sizes: Sequence[int]) -> onnx.OnnxFile:
+    """Write a Latin-square network as ONNX; errors as `engine.onnx.export`. sizes: trained on. Compared inside the
+    grids over all sizes, modes, and batches of 1 and 3."""
+    batches = [_grids(rows, size) for size in range(3, SIDE + 1) for rows in (1, 3)]
+    return onnx.export(LatinOnnx(model, sizes), path, batches)
 
 
 def _grids(count: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from matrixlib.tasks.latin import decode, losses, pool
 from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.losses import inside, tokens
 from matrixlib.tasks.latin.model import LatinNet, export
-from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, token_table
+from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS, token_table
 from matrixlib.tasks.spec import Check, Overfit, Stage, TaskSpec, given_folder
 
 
@@ -136,11 +136,19 @@ class LatinTask(Ungated):
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor) as sums over the items of `counts`: see losses.py."""
-        hidden, size = batch["hidden"], batch["size"]
-        return {
+        target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
+        bounds = {
             "cell": losses.cell_bounds(hidden, size, self.config.loss.label_smoothing),
-            "constraint": (losses.constraint_chance(batch["square"].long(), hidden, size), 0.0),
+            "constraint": (losses.constraint_chance(target, hidden, size), 0.0),
         }
+        if iterations := self.config.model.sinkhorn:  # a fresh network knows the digits of each line
+            same = torch.zeros(*target.shape, TOKENS)
+            log_p = losses.digit_log_probabilities(
+                losses.sinkhorn(same, tokens(batch), batch["digits"], iterations), batch["digits"]
+            )
+            bounds["cell"] = losses.cell_loss(log_p, target, hidden, size, 0.0)[0].item(), 0.0
+            bounds["constraint"] = losses.constraint_loss(log_p, target, hidden, size)[0].item(), 0.0
+        return bounds
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """`cell` (B, N, N, N): logits of the puzzle's digits, NaN for others and outside the grid."""
@@ -211,7 +219,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return Stage(staged, [pool.source(size) for size in range(smallest, largest + 1)])
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
-        return export(net.model, path)
+        return export(net.model, path, net.task.every_size)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and correct cells over all kinds of puzzles, with decoding without a network as baseline."""

@@ -9,6 +9,7 @@ import numpy as np
 
 PAD, EMPTY = 0, 1  # outside the grid; a hidden cell
 TOKENS = 35
+NAMES = ("outside", "empty", *map(str, range(17)), *map(str, range(-16, 0)))  # of the tokens
 SIDE = 16  # cells of the largest grid's side
 MODES = ("standard", "zero_inclusive", "negative")
 

@@ -17,11 +17,13 @@ import torch
 from matrixlib.engine.network import Network
 from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.melee.columns import BUTTONS
-from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head
+from matrixlib.tasks.melee.controller import AXES, CENTRE, HEADS, LOGITS, STICK_CLASSES, Head
 from matrixlib.tasks.melee.model import gumbel, log_likelihood
 
 ATTACKS = [BUTTONS.index(name) for name in ("A", "B", "X", "Y", "Z")]
 """Buttons that start a new action."""
+DECISIONS = ("sampled", "likeliest", "repeated")
+"""Names of `judge` that are judged as decisions; `repeated` is the baseline."""
 Frames = dict[str, np.ndarray]
 """What is to be judged, by name: see `judge`."""
 
@@ -72,7 +74,8 @@ def judge(net: Network, batches: Iterable[Batch], seed: int = 0) -> Frames:
 
 
 def figures(frames: Frames) -> dict[str, Any]:
-    """JSON data: log-likelihoods of whole controllers (see `nats`), onsets, leak statistics.
+    """JSON data: log-likelihoods of whole controllers (see `nats`), onsets, leak statistics; by decision, `buttons`
+    (see `button_figures`) and `stick_mse`.
 
     onsets: count; `recall`: share where the sample presses the button; `false`: rate of presses in other frames with
     the button up. Over all buttons, onsets weighing equally. leak: how often the player's action just changed at
@@ -95,7 +98,54 @@ def figures(frames: Frames) -> dict[str, Any]:
             "at_onsets": mean(frames["new_action"][onset[:, ATTACKS].any(1)]),
             "anywhere": mean(frames["new_action"]),
         },
+        "buttons": {decision: button_figures(frames, decision) for decision in DECISIONS},
+        "stick_mse": {decision: stick_mse(frames, decision) for decision in DECISIONS},
     }
+
+
+def button_figures(frames: Frames, decision: str) -> dict[str, dict[str, float | None]]:
+    """How well a decision holds and presses each button; None where there is nothing to divide by.
+
+    players, rate: shares of frames with the button held by the player, by the decision. accuracy, precision, recall,
+    f1: of held frames. onset_precision, onset_recall, onset_f1: of frames where it is newly pressed. false_onsets: rate
+    of new presses where the player leaves the button up. onsets: number of the player's.
+    """
+    target, held, said = (frames[name][:, : len(BUTTONS)] > 0 for name in ("target", "repeated", decision))
+    onset, fresh, up = target & ~held, said & ~held, ~held & ~target
+    everything = np.ones_like(target)
+    columns: dict[str, list[Any]] = {"players": _ratio(target, everything), "rate": _ratio(said, everything)}
+    columns["accuracy"] = _ratio(said == target, everything)
+    for kind, true, made in (("", target, said), ("onset_", onset, fresh)):
+        both = true & made
+        columns |= {f"{kind}precision": _ratio(both, made), f"{kind}recall": _ratio(both, true)}
+        columns[f"{kind}f1"] = _ratio(2 * both, true.astype(int) + made)
+    columns |= {"false_onsets": _ratio(fresh & up, up), "onsets": onset.sum(0).tolist()}
+    return {button: {name: column[i] for name, column in columns.items()} for i, button in enumerate(BUTTONS)}
+
+
+def _ratio(hits: np.ndarray, among: np.ndarray) -> list[float | None]:
+    """By column of two (n, 8)."""
+    sums = zip(hits.sum(0).tolist(), among.sum(0).tolist(), strict=True)
+    return [hit / number if number else None for hit, number in sums]
+
+
+def confusion(frames: Frames, decision: str) -> np.ndarray:
+    """(8, 9) frames where the player newly presses a button (row) and the decision one (column; last: none)."""
+    target, held, said = (frames[name][:, : len(BUTTONS)] > 0 for name in ("target", "repeated", decision))
+    onset, fresh = target & ~held, said & ~held
+    return onset.T.astype(int) @ np.column_stack([fresh, ~fresh.any(1)])
+
+
+def stick_map(frames: Frames, decision: str) -> np.ndarray:
+    """(17, 17) frames by class of main y (rows) and main x. decision: also `target`."""
+    x, y = (frames[decision][:, head.choices][:, 0] for head in HEADS[1:3])
+    return np.bincount(y * STICK_CLASSES + x, minlength=STICK_CLASSES**2).reshape(STICK_CLASSES, STICK_CLASSES)
+
+
+def stick_mse(frames: Frames, decision: str) -> dict[str, float]:
+    """Mean squared error of each axis between class centres, on the stick's scale from -1 to 1."""
+    squared = ((frames[decision] - frames["target"])[:, len(BUTTONS) : -1] / CENTRE) ** 2
+    return dict(zip(AXES, squared.mean(0).tolist(), strict=True))
 
 
 def nats(frames: Frames, heads: Sequence[Head]) -> dict[str, float]:
