@@ -18,6 +18,7 @@ import papermill
 import psutil
 import pytest
 
+from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 from matrixlib.runs import run as runs
@@ -137,11 +138,13 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
     assert shlex.split(hostile)[-1] == "a'; touch b; '", "one word of the shell"
 
 
-def test_a_target_loss_reaches_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "_execute", lambda folder, parameters: seen.append(parameters) or "")
-    assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5"]) == 0
+    assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5", "--tensorboard"]) == 0
     assert seen[0]["overrides"] == {"validation": {"target_loss": 2.5}}
+    assert seen[0]["tensorboard"]
+    assert seen[0].keys() <= papermill.inspect_notebook(files.NOTEBOOKS / "train.ipynb").keys()
 
 
 def test_resume_takes_the_newest_unfinished_training_of_any_preset(

@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="resume the newest unfinished training, of any preset")
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
+    parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events")
     options = parser.parse_args(arguments)
     machine.set_waiting_policy()  # inherited by the kernel
     overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}
@@ -68,10 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     print(f"run {folder.name}: notebooks/train.ipynb -> {shown / 'train.ipynb'}", flush=True)
-    parameters = {"preset": options.preset, "device": options.device, "run": folder.name, "steps": options.steps}
+    parameters = {name: getattr(options, name) for name in ("preset", "device", "steps", "ranks", "tensorboard")}
     try:
         with files.writing(folder):  # papermill, too
-            reason = _execute(folder, parameters | {"overrides": overrides, "ranks": options.ranks})
+            reason = _execute(folder, parameters | {"run": folder.name, "overrides": overrides})
     except files.FolderError as problem:
         reason = f"FolderError: {problem}"
     if (folder / "summary.json").exists():  # it has made updates
