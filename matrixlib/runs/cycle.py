@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 from filelock import FileLock
 
 from matrixlib import config as configuration
@@ -33,12 +34,13 @@ from matrixlib.play.match import random_openings
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
+from matrixlib.runs import start as starts
 from matrixlib.runs.autotune import working_runtime
 from matrixlib.runs.cycle_games import Against, CycleConfig, CycleError, Decision, Generation, Pairs, read_generations
 from matrixlib.runs.data import RunData
 from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_config
-from matrixlib.tasks import get_task
+from matrixlib.tasks import changed, get_task
 
 FREE = ("generations", "workers", "fleet")  # options without effect on games and weights
 
@@ -65,6 +67,7 @@ def open_cycle(
         files.make_folder(folder / part)
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
+        config = _with_start(folder, config)
         if not path.exists():
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
@@ -76,6 +79,31 @@ def open_cycle(
         )
     runtime.apply()  # evaluations are stored, too
     return Cycle(folder, config, runtime)
+
+
+def _with_start(folder: Path, config: CycleConfig) -> CycleConfig:
+    """The configuration with the architecture of its `start`, whose weights are kept in the folder as the cycle begins.
+    CycleError if a cycle cannot train it."""
+    if not config.start:
+        return config
+    path, network = folder / "cycle.yaml", config.network
+    if path.exists():
+        stored = configuration.read_yaml_file(path, str(path)).get("network", {})
+        model = stored.get("model", {}) if isinstance(stored, Mapping) else {}
+    else:
+        try:
+            options = starts.source_weights(config.start, network)[1]
+            if type(options) is not type(network.model):
+                raise CycleError(f"its network ({type(options).__name__}) cannot be trained")
+            model = configuration.dump(options)
+            init = {"model": model, "train": {"init": config.start}}
+            own = changed(network, init)
+            found = starts.read_start(own, get_task(own.task).task(own))
+        except ValueError as error:
+            raise CycleError(f"start '{config.start}': {str(error).removeprefix('train.init: ')}") from error
+        files.write_bytes(folder / games.START, safetensors.torch.save(dict(found.tensors)))
+        write_json(folder / "start.json", found.record)
+    return config.model_copy(update={"network": changed(network, {"model": model})})
 
 
 def _training(cycle: str, number: int) -> str:
@@ -145,7 +173,7 @@ class Cycle:
 
     @property
     def best(self) -> int:
-        """Generation of the best network; 0 is the untrained one."""
+        """Generation of the best network; 0 is that of `start`, or the untrained one."""
         decisions = self.decisions()
         return decisions[-1].best if decisions else 0
 
@@ -165,7 +193,7 @@ class Cycle:
                 newest.write(self.folder, rollbacks=(*newest.rollbacks, now))
 
     def _network(self, generation: int) -> Network:
-        """The network of a generation, averaged weights; 0 is the untrained one."""
+        """The network of a generation, averaged weights; 0 is that of `start`, or untrained."""
         return games.network(self.config, self.runtime, games.weights_of(self.folder, self.config, generation))
 
     def _stored(self, number: int) -> Generation:
