@@ -2,7 +2,9 @@
 
 import json
 import math
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,16 @@ import torch
 from melee_games import decisions, melee_batch, melee_task
 from test_melee_windows import network
 
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.engine.task import Batch, active_terms
+from matrixlib.tasks import load_config
 from matrixlib.tasks.melee import imitation
 from matrixlib.tasks.melee.columns import BUTTONS, MASKS
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, NEUTRAL, Head, Statistics
 from matrixlib.tasks.melee.imitation import Frames, figures
+from matrixlib.tasks.melee.importer import unpack_sample
 from matrixlib.tasks.melee.model import MeleeNet, Objective, gumbel
-from matrixlib.tasks.melee.spec import TASK
+from matrixlib.tasks.melee.spec import TASK, MeleeTask
 
 TRUNKS = ("mlp", "residual", "gru", "lstm", "transformer")
 
@@ -190,6 +195,47 @@ def test_statistics_add_up_and_weigh_rare_buttons() -> None:
     assert Statistics(**json.loads(json.dumps(asdict(whole)))) == whole
     assert whole.weights()[:3] == pytest.approx([1, math.sqrt(295 / 5), 2], rel=0.2)
     assert max(Statistics(10**6, (0,) * 81).weights()) == 30
+
+
+def test_characters_are_balanced_by_loss_weights_and_never_beside_rare_buttons_at_full_strength() -> None:
+    targets, character = decisions(np.random.default_rng(1), 1000), np.repeat([1, 9], [900, 100])
+    whole = Statistics.count(targets, character)
+    assert Statistics.count(targets[:99], character[:99]) + Statistics.count(targets[99:], character[99:]) == whole
+    assert (whole + Statistics.count(targets)).characters == [], "of an older import"
+    for strength, ratio in ((0.0, 1), (0.5, 3), (1.0, 9)):
+        weights = whole.character_weights(strength)
+        assert weights[9] / weights[1] == pytest.approx(ratio)
+        assert 900 * weights[1] + 100 * weights[9] == pytest.approx(1000), "the loss keeps its scale"
+        assert weights[0] == 1
+    assert Statistics(10**6, [0] * 81, [10**6 - 1, 1]).character_weights(1.0)[1] == 30
+    plain, batch = melee_task(), melee_batch()
+    batch["character"][:2, :, 0], batch["character"][2:, :, 0] = 1, 9
+    task = MeleeTask(
+        melee_task(loss={"characters": 1.0}).config, replace(plain.statistics, characters=whole.characters)
+    )
+    model, terms = plain.build_model().eval(), active_terms(plain)
+    parts = [
+        plain.losses(model, {name: a[rows] for name, a in batch.items()}, terms)[0] for rows in (slice(2), slice(2, 6))
+    ]
+    sums, metrics = task.losses(model, batch, terms)
+    for term in terms:
+        assert sums[term].item() == pytest.approx((parts[0][term] / 1.8 + parts[1][term] * 5).item(), rel=1e-5)
+        assert task.bounds(batch)[term][0] == pytest.approx(sums[term].item(), rel=0.02), "chance of a fresh network"
+    assert metrics == plain.losses(model, batch, terms)[1], "metrics count every frame once"
+    with pytest.raises(ValueError, match=r"rare 0\.6 and characters 0\.5 are more than 1 together"):
+        melee_task(loss={"rare": 0.6, "characters": 0.5})
+
+
+def test_characters_of_a_data_set_are_counted_also_where_its_import_did_not(tmp_path: Path) -> None:
+    folder: Any = shutil.copytree(unpack_sample(), tmp_path / "set")
+    config: Any = load_config("melee_demo", {"data": {"source": str(folder)}, "loss": {"characters": 0.5}})
+    found: Any = TASK.statistics(config)
+    assert sum(found.characters) == found.frames > 0
+    catalogue = Catalogue(folder)
+    for row in catalogue.shards("train"):
+        old = {name: value for name, value in row.quality["classes"].items() if name != "characters"}
+        catalogue.set_quality(row.name, {**row.quality, "classes": old})
+    assert TASK.statistics(config) == found
 
 
 def frames(count: int, **changes: np.ndarray) -> Frames:

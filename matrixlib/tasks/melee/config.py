@@ -72,6 +72,19 @@ class MeleeLossConfig(Section):
     label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "label smoothing of classes, not of buttons")
     focal: NonNegative = option(0.0, "gamma of the focal loss, 0 = none; probabilities are corrected for it")
     rare: Fraction = option(0.0, "weight of pressed rare buttons: 0 none, 1 sqrt((1 - rate) / rate), up to 30")
+    characters: Fraction = option(
+        0.0,
+        "weight of frames of rare own characters: 0 none, 1 equal for all characters, up to 30; plus `rare` at most 1",
+    )
+
+    @model_validator(mode="after")
+    def _one_balance(self) -> MeleeLossConfig:
+        if self.rare + self.characters > 1:
+            raise ValueError(
+                f"rare {self.rare} and characters {self.characters} are more than 1 together: what is rare would be "
+                "weighted twice; lower one of them"
+            )
+        return self
 
 
 class MeleeConfig(Config):

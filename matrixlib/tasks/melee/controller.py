@@ -7,11 +7,11 @@ A network's `logits` (81): 8 for buttons, then those of the classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, SHOULDER_STEPS, STICK_STEPS
+from matrixlib.tasks.melee.columns import BUTTONS, CHARACTERS, CONTROLLER, SHOULDER_STEPS, STICK_STEPS
 
 STICK_CLASSES, CENTRE, SHOULDER_CLASSES = 17, 8, 5
 AXES = ("main_x", "main_y", "c_x", "c_y")
@@ -90,26 +90,38 @@ def controllers(choices: np.ndarray) -> np.ndarray:
 class Statistics:
     """Class frequencies of the controller in a training set, for the constant predictor.
 
-    held (81,): how many of `frames` have a button pressed or a class held. JSON data.
+    held (81,): how many of `frames` have a button pressed or a class held. characters (33,): how many are of each own
+    character; empty if not counted. JSON data.
     """
 
     frames: int
     held: Sequence[int]
+    characters: Sequence[int] = field(default_factory=list)
 
     @classmethod
-    def count(cls, choices: np.ndarray) -> Statistics:
-        """Of choices (n, 13)."""
+    def count(cls, choices: np.ndarray, character: np.ndarray | None = None) -> Statistics:
+        """Of choices (n, 13) and own characters (n,)."""
         held = [choices[:, HEADS[0].choices].sum(0, dtype=np.int64)]
         held += [np.bincount(choices[:, head.choices][:, 0], minlength=head.classes) for head in HEADS[1:]]
-        return cls(len(choices), np.concatenate(held).tolist())
+        characters = [] if character is None else np.bincount(character, minlength=CHARACTERS).tolist()
+        return cls(len(choices), np.concatenate(held).tolist(), characters)
 
     def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(self.frames + other.frames, np.add(self.held, other.held).tolist())
+        characters = [a + b for a, b in zip(self.characters, other.characters, strict=False)]
+        return Statistics(self.frames + other.frames, np.add(self.held, other.held).tolist(), characters)
 
     def weights(self) -> list[float]:
         """(8,) loss weight of a pressed button, sqrt((1 - r) / r) of its rate r, from 1 to 30."""
         rate = self._rates()
         return np.clip(np.sqrt((1 - rate) / rate), 1.0, 30.0).tolist()
+
+    def character_weights(self, strength: float) -> list[float]:
+        """(33,) loss weight of a frame of each own character: its rate to the power -strength, scaled to mean 1 over
+        all frames, then at most 30; 1 for unseen characters."""
+        rate = np.array(self.characters) / max(sum(self.characters), 1)
+        power = np.where(rate > 0, np.maximum(rate, 1e-9) ** -strength, 0)
+        power = np.minimum(power / (rate @ power), 30)
+        return np.where(rate > 0, power, 1.0).tolist()
 
     def logits(self) -> list[float]:
         """(81,) logits of the class frequencies; unseen classes count half a time."""

@@ -64,6 +64,14 @@ class MeleeTask(Ungated):
             return [1.0] * len(BUTTONS)
         return [weight**rare for weight in self.statistics.weights()]
 
+    def frame_weights(self, batch: Batch) -> Tensor | float:
+        """(B, T) loss weight of each frame by the player's character; 1 unless `loss.characters`."""
+        strength = self.config.loss.characters
+        if not strength or self.statistics is None:
+            return 1.0
+        weights, own = torch.tensor(self.statistics.character_weights(strength)), batch["character"][..., 0].long()
+        return weights.to(own.device, non_blocking=True)[own]
+
     def objective(self, model: Any) -> Objective:
         """The losses, and how probabilities follow from the trained logits."""
         return Objective(model.heads.weights, self.config.loss.focal, self.config.loss.label_smoothing)
@@ -86,7 +94,7 @@ class MeleeTask(Ungated):
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms over valid frames, and metrics.
+        """Sums of the active terms over valid frames, weighted by `frame_weights`, and metrics, which are not.
 
         `nll`: of corrected probabilities, summed over buttons; `accuracy`: of the most probable class, mean over
         buttons; `repeat`: accuracy of holding the last input. Autoregressive parts are conditional on true earlier
@@ -94,6 +102,7 @@ class MeleeTask(Ungated):
         """
         logits, objective = self._logits(model, batch), self.objective(model)
         target, previous, valid = batch["choices"].long(), batch["previous"].long(), batch["valid"].bool()
+        frame_weights = self.frame_weights(batch)
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
 
@@ -102,7 +111,7 @@ class MeleeTask(Ungated):
 
         for head in (head for head in HEADS if head.name in active):
             own, choices, before = logits[..., head.logits], target[..., head.choices], previous[..., head.choices]
-            sums[head.name] = total(objective.losses(head, own, choices))
+            sums[head.name] = total(frame_weights * objective.losses(head, own, choices))
             with torch.no_grad():
                 corrected = objective.correct(head, own)
                 metrics[f"{head.name}/nll"] = total(-log_likelihood(head, corrected, choices))
@@ -115,9 +124,10 @@ class MeleeTask(Ungated):
         loss, target, valid = self.config.loss, batch["choices"].long(), batch["valid"].bool()
         objective = Objective(torch.tensor(self.button_weights), loss.focal, loss.label_smoothing)
         logits, out = torch.tensor(self.prior).expand(*target.shape[:-1], -1), {}
+        weights = self.frame_weights(batch) * torch.ones(valid.shape, dtype=torch.float64)
         for head in HEADS:
-            chance = objective.losses(head, logits[..., head.logits], target[..., head.choices])[valid].double().sum()
-            out[head.name] = (chance.item(), int(valid.sum()) * objective.floor(head))
+            chance = weights * objective.losses(head, logits[..., head.logits], target[..., head.choices])
+            out[head.name] = (chance[valid].double().sum().item(), weights[valid].sum().item() * objective.floor(head))
         return out
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -172,8 +182,9 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         kept = kept_rows([row.count for row in rows], [row.source for row in rows], config.data.limit)
         parts = []
         for row, rows_kept in zip(rows, kept, strict=True):
-            if rows_kept == row.count and "classes" in row.quality:
-                parts.append(Statistics(**row.quality["classes"]))
+            known = row.quality.get("classes", {})  # of older imports without characters
+            if rows_kept == row.count and known and (known.get("characters") or not config.loss.characters):
+                parts.append(Statistics(**known))
             elif rows_kept:
                 parts.append(count(select(Shard(local_path(row), LAYOUT).arrays, np.arange(rows_kept), LAYOUT)))
         return functools.reduce(operator.add, parts) if parts else None

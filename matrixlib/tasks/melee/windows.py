@@ -244,7 +244,9 @@ def count(batch: Batch) -> Statistics:
     """Class frequencies over the own frames of rows."""
     begin = batch["frame_offset"][:-1]
     mine, _ = _ranges(begin, begin + batch["records"]["own"])
-    return Statistics.count(choices_of(batch["frame_state"]["controller"][mine]))
+    state = batch["frame_state"]
+    character = np.minimum(state["self"]["character"][mine], columns.CHARACTERS - 1)
+    return Statistics.count(choices_of(state["controller"][mine]), character)
 
 
 def figures(batch: Batch) -> dict[str, Any]:
