@@ -374,7 +374,7 @@ def test_several_data_sets_are_mixed_by_weight_and_told_apart(two_sources: Path,
     more = {"data": {"source": {str(two_sources): 1, str(other): 3}, "limit": 0}}
     whole = train("whole", **more)
     places = whole.data.training._batches().rows(5)
-    assert (whole.data.training.sources()[places] == str(other)).sum() == 48
+    assert whole.data.training.of_sources()[str(other)][places].sum() == 48
     figures = whole.summary()["evaluation"]
     assert {name: own["positions"] for name, own in figures["by_source"].items()} == {
         str(two_sources): 200,

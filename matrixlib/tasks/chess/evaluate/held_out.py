@@ -63,10 +63,9 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
 
 def by_source(net: Net, loader: Loader, sample: int = 0) -> dict[str, Any]:
     """`held_out`; of several sources, also `by_source`: the figures of each, {} of one without policy targets."""
-    figures, sources = held_out(net, loader, sample), loader.sources()
-    names = sorted(set(sources.tolist()))
-    if len(names) > 1:
-        figures["by_source"] = {name: _of_source(net, loader.only(sources == name), sample) for name in names}
+    figures, sources = held_out(net, loader, sample), loader.of_sources()
+    if len(sources) > 1:
+        figures["by_source"] = {name: _of_source(net, loader.only(rows), sample) for name, rows in sources.items()}
     return figures
 
 
