@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cells import definitions
 
 from matrixlib.config import merge
 from matrixlib.engine import onnx
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import check_target_loss
+from matrixlib.runs.run import open_run
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, model, pool
 from matrixlib.tasks.latin.losses import tokens
@@ -280,6 +283,31 @@ def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
     with torch.device("meta"):
         model = LatinNet(config.model)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(6_393_088, rel=0.02)
+
+
+# Distillation
+
+
+def test_a_student_learns_what_its_teacher_says_and_not_the_squares(reports: Path) -> None:
+    """By the cell of the notebook, from a teacher that prefers some tokens whatever stands in the grid."""
+    cell = definitions("latin")
+    with closing(open_run("latin_demo", "cpu", steps=60)) as run:
+        teacher = LatinNet(run.config.model)
+        torch.nn.init.normal_(teacher.head.bias, std=2.0, generator=torch.Generator().manual_seed(0))
+        before = {name: weight.clone() for name, weight in teacher.state_dict().items()}
+        cell["train_small"].__globals__.update(current=run, small=run.config.model.model_copy(update={"width": 16}))
+        found = run.batch(1000)
+        given = tokens(found), found["size"], found["mode"]
+
+        def far(student: LatinNet) -> float:
+            """KL from the teacher's probabilities, nats a cell."""
+            with torch.no_grad():
+                own, its = (losses.digit_log_probabilities(net(*given), found["digits"]) for net in (student, teacher))
+            return (its.exp() * (its - own)).sum(3)[found["hidden"]].mean().item()
+
+        assert far(cell["train_small"](teacher)) < 0.05
+        assert far(cell["train_small"](None)) > 0.3
+    assert all(torch.equal(before[name], weight) for name, weight in teacher.state_dict().items())
 
 
 # ONNX

@@ -149,6 +149,20 @@ def test_eval_takes_runs_of_other_tasks(reports: Path, tmp_path: Path) -> None:
         run_notebook("eval", run="latin-tiny", games=2)
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
+def test_latin_compares_a_student_with_its_teacher(reports: Path) -> None:
+    overrides = get_task("latin").small | {"train": {"batch_size": 16}}
+    shown = run_notebook("latin", device="cpu", steps=4, student={"width": 8}, overrides=overrides)
+    students = shown.values["students"]
+    assert list(students) == ["teacher", "taught", "from the squares"]
+    assert students["taught"]["parameters"] == students["from the squares"]["parameters"]
+    assert students["taught"]["parameters"] < students["teacher"]["parameters"]
+    for row in students.values():
+        assert row["ms"] > 0
+        assert all(0 <= row[name] <= 1 for name in ("cells", "one pass", "iterative", "(random)"))
+
+
 GAME = '[White "{}"]\n[Black "?"]\n[Result "{}"]\n\n{}\n\n'
 GAMES = GAME.format("Mated", "0-1", "1. f3 e5 2. g4 Qh4# 0-1")
 GAMES += GAME.format("Scholar", "0-1", "1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4. Qxf7# 0-1")  # which contradicts the board
