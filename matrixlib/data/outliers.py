@@ -1,11 +1,14 @@
 """Suspicious shards: those whose quality figures lie far from the others of their source and split."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from __future__ import annotations
 
-from pandas import DataFrame
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from matrixlib.data.catalogue import Catalogue, ShardRow
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MIN_SHARDS = 9  # of a source and split, to look for outliers
 OUTLIER_Z = 6.0  # robust standard deviations
@@ -16,6 +19,8 @@ Figures: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, float]]
 def outlier_scores(rows: Iterable[ShardRow], figures: Figures) -> DataFrame:
     """Robust z-scores of each shard's figures, (x - median) / scale, by shard name; only in groups of source and split
     with MIN_SHARDS shards. scale: 1.4826 * MAD, at least 2 % of the median and 0.01."""
+    from pandas import DataFrame  # tasks import this module, and only imports need it
+
     measured = [row for row in rows if row.state == "healthy" and row.quality]
     table = DataFrame([figures(row.quality) for row in measured], [row.name for row in measured], dtype=float)
     groups = [[row.source for row in measured], [row.split for row in measured]]

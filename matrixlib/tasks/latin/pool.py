@@ -17,7 +17,6 @@ import numpy as np
 from filelock import FileLock
 from numba import uint64
 from numpy.typing import NDArray
-from scipy.stats import entropy
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.outliers import mark_outliers
@@ -298,6 +297,8 @@ def source(size: int) -> str:
 
 def quality(records: np.ndarray) -> dict[str, float]:
     """Figures of a shard: shares of Latin squares and of distinct ones; entropy of the digits over ln n, 1 if Latin."""
+    from scipy.stats import entropy  # takes a second to import
+
     kinds = [(n, records[records["size"] == n]) for n in np.unique(records["size"]).tolist()]
     shown = [unpack(part, min(max(1, n), SIDE)) for n, part in kinds]
     spread = [float(entropy(np.bincount(squares.ravel()))) / np.log(max(2, squares.shape[1])) for squares in shown]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.stats import entropy
 
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.imports import ImportReport, ParseResult, Part, Storage, files_of, hash_of, import_each, import_logs
@@ -100,6 +99,8 @@ def import_replays(
 def compared(quality: Mapping[str, Any]) -> dict[str, float]:
     """Figures of a shard that `data.outliers` compares, from its `windows.figures`: own frames a row, rate of each
     button, entropy of each axis and of the shoulder (nats)."""
+    from scipy.stats import entropy  # takes a second to import
+
     if "classes" not in quality:
         return {}
     held, frames = np.array(quality["classes"]["held"]), quality["frames"]
