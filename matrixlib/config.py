@@ -61,6 +61,10 @@ Auto = Literal["auto"]
 Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
 
 
+Source = str | dict[str, Positive]
+SEVERAL = "or several, with the weight of each in a batch: `{sample: 1, data/mine: 3}`"
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict types, no unknown keys."""
 
@@ -89,7 +93,7 @@ def option(default: Any, description: str, **limits: Any) -> Any:
 
 
 class DataConfig(Section):
-    source: str = option("", "a folder of shards, its URL (s3://...), or a name that the task knows")
+    source: Source = option("", f"a folder of shards, its URL (s3://...), or a name that the task knows; {SEVERAL}")
     cache: Positive = option(20.0, "GiB for the local cache of all remote data sets")
     limit: CountOrZero = option(0, "first N training positions, the same share of each source; 0 = all")
     window_blocks: CountOrZero = option(0, "shuffle window in blocks of 4,096 records; 0 = all (data fits in memory)")
@@ -147,6 +151,9 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     steps: Count | Auto = option("auto", "updates; `auto` = as many as fit in `minutes`, timed once as the run begins")
     minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
+    epochs: NonNegative = option(
+        0.0, "passes over the training positions where steps is `auto`, instead of `minutes`; 0 = off"
+    )
     init: str = option("", "initial weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random")
     init_partial: bool = option(False, "load only what fits by name and shape; the rest is listed")
     batch_size: Rows = option(128, "positions in one update")
@@ -184,6 +191,10 @@ class HealthConfig(Section):
     clip_warning: AboveZero = option(0.1, "warn above this share of clipped gradients after the warm-up")
     update_warning: Positive = option(0.1, "warn above this update-to-weight ratio of a block after the warm-up")
     dead_warning: Fraction = option(0.05, "warn above this share of dead units of an activation")
+    collapse_warning: NonNegative = option(1e-4, "warn where an output deviates less over rows (RMS, logits)")
+    initial_warning: NonNegative = option(0.15, "warn where a first loss is further from chance level (relative)")
+    waiting_warning: Fraction = option(0.2, "warn above this share of the time that updates wait for data")
+    overflow_warning: Count = option(3, "warn from so many falls of the loss scale in 100 updates on")
     hooks: bool = option(True, "replay a non-finite update to name the module that first produced it")
 
 
@@ -208,6 +219,7 @@ class CheckpointConfig(Section):
     compress: Annotated[int, Field(ge=0, le=19)] = option(
         0, "zstd level of the tensor files (a tenth smaller); 0 = none"
     )
+    backup: str = option("", "folder or URL (s3://...) for verified copies of the run's checkpoints and files")
 
 
 class RuntimeConfig(Section):

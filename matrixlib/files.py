@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import json
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,10 @@ NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
 NAME_BYTES = 200  # of a run's name: file systems allow 255, and file names are derived from it
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+ANYWHERE = (".*", "*.ipynb", "*.lock", "lock", "*.log", "*.tmp", "notes.txt")
+"""Entries that a folder may have before it becomes that of a run, say: papermill's, locks, and the user's."""
 
 
 class FolderError(ValueError):
@@ -66,6 +71,19 @@ def name_problem(name: str) -> str:
     return "is that of a file there; take another" if (reports_root() / name).is_file() else ""
 
 
+def foreign_entry(folder: Path, marks: Sequence[str], known: Sequence[str] = ()) -> str:
+    """Name of an entry that shows that a folder is not ours to fill, or "". marks: names of which one makes it ours;
+    known: patterns of entries that it may have without, beside `ANYWHERE` and empty folders."""
+    if not os.path.isdir(folder) or any((folder / name).exists() for name in marks):
+        return ""
+    with writing(folder):
+        for path in sorted(folder.iterdir()):
+            expected = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in (*ANYWHERE, *known))
+            if not expected and not (path.is_dir() and not any(path.iterdir())):
+                return path.name
+    return ""
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Context in which refused writes become a FolderError that names folder, cause and remedy."""
@@ -75,13 +93,25 @@ def writing(folder: Path) -> Iterator[None]:
         if error.errno not in REFUSALS:
             raise
         where = f" ({error.filename})" if error.filename and Path(error.filename) != folder else ""
+        problem = inode_problem(folder, error) or error.strerror
         refused = FolderError(
-            f"{folder} cannot be written: {error.strerror}{where}. Make room or make it writable, or let "
+            f"{folder} cannot be written: {problem}{where}. Make room or make it writable, or let "
             "MATRIXLIB_REPORTS name another folder for all runs"
         )
         for note in getattr(error, "__notes__", ()):  # what was saved anyway
             refused.add_note(note)
         raise refused from error
+
+
+def inode_problem(folder: Path, error: Exception) -> str:
+    """Text for a write below a folder that failed as no inode is free, which the system calls a full disk, or ""."""
+    if getattr(error, "errno", None) != errno.ENOSPC or not hasattr(os, "statvfs"):
+        return ""
+    disk = os.statvfs(next(path for path in (folder, *folder.parents) if path.is_dir()))
+    if not (disk.f_bavail and disk.f_files) or disk.f_favail:
+        return ""
+    free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB are free"
+    return f"the file system has no room for more files ({free}, but all {disk.f_files:,} inodes are used)"
 
 
 def make_folder(folder: Path) -> None:

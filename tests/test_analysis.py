@@ -6,12 +6,14 @@ from typing import Any
 import chess
 import numpy as np
 import pytest
+import torch
 from cells import definitions
 from networks import material_net, random_net
 
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import plots
+from matrixlib.tasks.chess.blocks import AttentionBlock
 from matrixlib.tasks.chess.evaluate import analysis
 
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
@@ -47,6 +49,36 @@ def test_arrows_and_maps_lie_on_the_real_board() -> None:
     shown = plots.boards([plots.Card(board, "a < b", {"c3d1": 0.9}, fill)]).data
     assert shown.count("<line") == 1
     assert "a &lt; b" in shown
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+@pytest.mark.parametrize(("turn", "looks", "at"), [("w", "e2", "e4"), ("b", "e7", "e5")])
+def test_attention_lies_on_the_real_board(encoding: str, norm: str, turn: str, looks: str, at: str) -> None:
+    """A network whose pawn looks two squares ahead: Black's positions are mirrored inside, files are not."""
+    net = random_net(encoding=encoding, attention={"every": 1, "heads": 2, "norm": norm, "bias": True})
+    turned = 56 if encoding == "matrix0" and turn == "w" else 0  # whose planes are White's board, rank 8 first
+    first, second = (chess.parse_square(name) ^ turned for name in ("e2", "e4"))
+    (block,) = (module for module in net.model.modules() if isinstance(module, AttentionBlock))
+    with torch.no_grad():
+        block.qkv.weight.zero_()
+        assert block.bias is not None
+        block.bias[0, 1, first, second] = 30
+    board = chess.Board(chess.STARTING_FEN.replace(" w ", f" {turn} "))
+    weights = net.attention(board)
+    assert weights.shape == (1, 2, 64, 64)
+    np.testing.assert_allclose(weights.sum(3), 1, atol=1e-5)
+    assert [tuple(map(chess.square_name, pair)) for pair in np.argwhere(weights[0, 1] > 0.9)] == [(looks, at)]
+    assert weights[0, 0].max() < 0.02, "the other head looks everywhere"
+    cards = list(definitions("browse")["attention_cards"](net, board, looks))
+    darkest = [max(card.fill, key=lambda square: -int(card.fill[square][5:], 16)) for card in cards]
+    assert [chess.square_name(square) for square in darkest] == [at, at]
+    assert not any(block._forward_pre_hooks.values())
+
+
+def test_a_network_without_attention_says_so() -> None:
+    with pytest.raises(ValueError, match=r"no attention blocks: train one with model\.attention\.every above 0"):
+        random_net().attention(chess.Board())
 
 
 def test_what_is_no_position_to_analyse_is_named() -> None:

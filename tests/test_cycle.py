@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from safetensors.torch import load_file
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
+from matrixlib.engine.optim import named_tensors
+from matrixlib.files import read_json
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.search import Evaluator
 from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Decision, Generation, Pairs, load_cycle, read_generations
+from matrixlib.tasks import load
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices, position_ids
 from matrixlib.tasks.tictactoe.spec import LAYOUT as TICTACTOE
 
@@ -232,11 +236,11 @@ def shards(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.filterwarnings("error:.*was not in the catalogue")  # nothing is wrong with what has just been written
 def test_several_processes_play_the_same_games(whole: Path, reports: Path, games_alone: None) -> None:
-    (reports / "c").mkdir()
+    current = cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2})
     begun = read_generations(whole / "c")[1].begun  # shards say when they were made
     Generation(number=1, begun=begun).write(reports / "c")
     with pytest.raises(Enough):
-        next(cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2}).train())
+        next(current.train())
     assert read_generations(reports / "c")[1].selfplay["games"] == 20
     assert shards(reports) == shards(whole)
     assert len(Catalogue(reports / "c" / "shards").shards()) == 5
@@ -428,7 +432,7 @@ def test_an_option_by_its_old_name_is_refused_with_the_new_one() -> None:
     ("network", "refusal"),
     [
         ({"task": "latin"}, r"plays games for two \(chess, tictactoe\), and task 'latin' is none"),
-        ({"train": {"init": "mine"}}, r"network\.train\.init is 'mine', but a cycle begins with random weights"),
+        ({"train": {"init": "mine"}}, r"network\.train\.init is 'mine': a cycle begins with the network of `start`"),
         ({"task": None}, r"key 'network.task' is missing"),
         ({"model": {"channles": 3}}, r"unknown key 'network\.model\.channles', did you mean 'channels'"),
     ],
@@ -436,6 +440,35 @@ def test_an_option_by_its_old_name_is_refused_with_the_new_one() -> None:
 def test_a_network_that_no_cycle_can_begin_with_is_refused(network: dict[str, Any], refusal: str) -> None:
     with pytest.raises(config.ConfigError, match=refusal):
         load_cycle("demo", {"network": network})
+
+
+def test_a_cycle_begins_with_a_trained_network_and_keeps_it(reports: Path, shared: Path) -> None:
+    """Also where the run is gone afterwards. Its architecture is the cycle's, whatever the preset says."""
+    small = {"model": {"channels": 16, "blocks": 2, "ssl": ["threat"]}, "data": {"limit": 256}}
+    run = runs.open_run("demo", "cpu", run="trained", steps=4, overrides=small)
+    list(run.train())
+    net = load(run.folder)
+    maia = str(next(iter(sorted((shared / "maia").glob("*.pb.gz")))))
+    runs.open_run("latin_demo", "cpu", run="latin", steps=4).close()
+    for start, refusal in (("nobody", "nobody"), ("latin", "latin"), (maia, "fits this network")):
+        with pytest.raises(cycle.CycleError, match=f"^start '.*{refusal}"):
+            cycle.open_cycle("demo", "cpu", "refused", TINY | {"start": start})
+        assert not (reports / "refused" / "cycle.yaml").exists()
+    changes = TINY | {"start": "trained", "generations": 1}
+    current = cycle.open_cycle("demo", "cpu", "c", changes)
+    assert current.config.network.model.blocks == 2
+    first = named_tensors(current.network(0).model)
+    assert all(torch.equal(first[name], tensor) for name, tensor in named_tensors(net.model).items())
+    shutil.rmtree(run.folder)
+    again = cycle.open_cycle("demo", "cpu", "c", changes)
+    (generation,) = again.train()
+    assert (generation.start, generation.by) == (0, 0)
+    assert read_json(reports / "c" / "start.json")["source"] == "trained"
+    with pytest.raises(cycle.CycleError, match="begun with another configuration"):
+        cycle.open_cycle("demo", "cpu", "c", TINY | {"generations": 1})
+    (reports / "c" / cycle_games.START).unlink()
+    with pytest.raises(cycle.CycleError, match="bring it back"):
+        again._network(0)
 
 
 @pytest.mark.slow

@@ -395,6 +395,19 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
     assert nothing.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_alignment_of_large_features_in_half_precision_is_finite(dtype: torch.dtype) -> None:
+    """Sums and products of such features are far beyond 65,504, the largest number of fp16."""
+    x, y = (30 + 2000 * torch.randn(losses.CKA_ROWS, 4, 64) for _ in range(2))
+    rows = torch.ones(losses.CKA_ROWS, dtype=torch.bool)
+    half = x.to(dtype).requires_grad_()
+    found = losses.linear_cka(half, y.to(dtype), rows)
+    assert float(found) == pytest.approx(float(losses.linear_cka(x.double(), y.double(), rows)), rel=0.02, abs=1e-4)
+    found.backward()
+    assert half.grad is not None
+    assert half.grad.isfinite().all()
+
+
 def test_the_gradient_of_the_alignment_does_not_depend_on_the_micro_batch() -> None:
     x, y = (torch.randn(2 * losses.CKA_ROWS, 3, 1) for _ in range(2))
     rows, gradients = torch.rand(len(x)) < 0.9, []
@@ -474,6 +487,9 @@ def test_agreement_is_one_with_itself_and_knows_a_hand_computed_case(reports: Pa
     first = np.corrcoef([1, 2, 3], [2, 4, 7])[0, 1]
     np.testing.assert_allclose(correlations(x, y, among), [first, np.nan, np.nan])
     np.testing.assert_allclose(correlations(x + 50, 3 * y, among)[0], first), "means and scales are taken away"
+    apart = np.array([[0.0, 1, 2], [50, 51, 52]]), np.array([[2.0, 1, 0], [52, 51, 50]])
+    assert np.corrcoef(apart[0].ravel(), apart[1].ravel())[0, 1] > 0.99, "pooled, opposite policies seem to agree"
+    np.testing.assert_allclose(correlations(*apart), -1)
     loader, net = held_out_data(load_config("demo", STUDENT)), random_net()
     own = agreement(net, net, loader, 100)
     assert own["teacher_top1"] == 1
@@ -496,6 +512,23 @@ def test_arms_stand_beside_their_base_with_intervals_over_pairs_of_seeds() -> No
     assert row.tolist() == ["0.1000 ± 0.1000", "0.2000 ± 0.2000", "+0.1000 (-0.1484 to +0.3484)"]
     one = {arm: rows[1:2] for arm, rows in figures.items()}
     assert cells["arms_table"](one).loc["top1", "taught - hard"] == "+0.1000", "one seed has no interval"
+
+
+def test_a_teacher_is_judged_against_the_same_network_without_one() -> None:
+    better = {"teacher_kl": -0.1, "teacher_top1": 0.1, "policy_kl": -0.1, "top1": 0.1}
+    hard = [dict.fromkeys(better, 0.5 + 0.01 * k) for k in range(3)]
+    agreed = {"teacher_correlation": 0.91, "teacher_value_correlation": 0.9}
+
+    def failed(**changes: float) -> set[str]:
+        gains = better | changes
+        both = [{name: 1.02 * row[name] - 0.01 + gains[name] for name in better} for row in hard]  # noise: 0 to 0.0004
+        arms = {"hard": hard, "both": both, "taught": [agreed] * 3}
+        checks = list(definitions("distill")["acceptance"](arms))
+        assert len(checks) == 6
+        return {name.removeprefix("both beats hard labels in ") for name, passed, _ in checks if not passed}
+
+    assert failed() == {"teacher_value_correlation of taught is above 0.9"}, "0.9 itself is not above it"
+    assert {"top1", "policy_kl"} <= failed(top1=-0.001, policy_kl=0.1)
 
 
 def test_a_duel_pools_pairs_of_networks_and_gives_each_side_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from matrixlib import config, files
 from matrixlib.bench import __main__ as bench
 from matrixlib.runs import launch
 from matrixlib.runs.cycle_games import CycleConfig, load_cycle
+from matrixlib.runs.record import MAY_CHANGE
 from matrixlib.runs.sweep import SweepConfig, load_sweep
 from matrixlib.tasks import TASKS, get_task, load_config
 from matrixlib.tasks.chess.uci import engine as uci
@@ -40,6 +41,14 @@ MAIN_PRESETS = ("demo", "quick", "small", "matrix0_attention_policy", "latin_qui
 def first_cells(text: str) -> list[str]:
     """What stands in backticks at the start of each table row."""
     return re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+
+
+def test_what_may_change_on_resume_is_said_as_it_is() -> None:
+    text = read(GUIDES / "runs.md")
+    said = re.search(r"What may change on resume:.*?Any other", text, re.DOTALL)
+    assert said is not None
+    names = set(re.findall(r"`([\w.]+)`", said[0]))
+    assert names == {name.removesuffix(".") for name in MAY_CHANGE}
 
 
 # Generated tables

@@ -1,24 +1,30 @@
 """Runs as folders: damaged neighbours are named once and in nobody's way; a damaged run of one's own is named."""
 
 import errno
+import io
 import json
 import os
 import warnings
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cells import run_notebook
 
 from matrixlib import files
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.engine import folder as folders
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.runs import browse, record
+from matrixlib.runs import browse, compare, launch, record
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle import open_cycle
 from matrixlib.runs.cycle_games import CycleError
 from matrixlib.tasks import load_config
+from matrixlib.tasks.chess.importers.import_files import import_listed
+from matrixlib.tasks.chess.stockfish.sample import make_set
 from matrixlib.tasks.spec import find_run
 
 WHOLE: dict[str, Any] = {"kind": "train", "preset": "demo", "started": "2026-01-01T00:00:00Z", "runtime": {}}
@@ -155,6 +161,66 @@ def test_a_name_belongs_to_one_kind_of_folder(reports: Path) -> None:
     ]
 
 
+def shell(name: str) -> None:
+    """The command; its message as an error."""
+    with redirect_stderr(io.StringIO()) as told:
+        assert launch.main(["--preset", "demo", "--run", name]) == 2
+    raise ValueError(told.getvalue())
+
+
+GAME = '[Event "x"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n'
+FILLED: dict[str, Callable[[str, str], Any]] = {
+    "run": lambda name, _: runs.open_run(run=name),
+    "run of the shell": lambda name, _: shell(name),
+    "run of a notebook": lambda name, _: run_notebook("overfit", run=name),
+    "sweep": lambda name, _: run_notebook("sweep", sweep=name),
+    "cycle": lambda name, _: run_notebook("cycle", cycle=name),
+    "training of a cycle": lambda name, _: open_cycle(cycle=name.removesuffix("-001")),
+    "comparison": lambda name, _: compare.train_arms({"A": ("demo", {}), "B": ("demo", {})}, run=name[:-3]),
+    "data set": lambda _, place: run_notebook("data", paths=f"{place}/../../games.pgn", folder=place),
+    "games of Stockfish": lambda _, place: make_set(place),
+}
+"""What fills a folder of this name below the reports, at this path."""
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_a_folder_of_something_else_is_refused_by_name_and_left_alone(reports: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "games.pgn").write_text(GAME)
+    name = {"training of a cycle": "mine-001", "comparison": "mine-b0"}.get(kind, "mine")
+    for place in (reports / name, reports / name / "pictures"):
+        place.mkdir()
+        (place / "photo.jpg").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=rf"{name}\b.* other files, such as '(photo.jpg|pictures)'"):
+        FILLED[kind](name, str(reports / name))
+    assert sorted(str(path.relative_to(reports)) for path in reports.rglob("*")) == [
+        name,
+        f"{name}/photo.jpg",
+        f"{name}/pictures",
+        f"{name}/pictures/photo.jpg",
+    ]
+
+
+def test_what_a_folder_may_have_before_it_is_filled(reports: Path) -> None:
+    """papermill's notebook, locks, a log of the shell, notes, and what a killed start left."""
+    for name in ("train.ipynb", "lock", "opening.lock", "out.log", "notes.txt", ".DS_Store", "config.yaml"):
+        (reports / "mine").mkdir(exist_ok=True)
+        (reports / "mine" / name).write_text("")
+    (reports / "mine" / "shards").mkdir()
+    assert folders.name_conflict("mine", "run.json") == ""
+    assert "such as 'config.yaml'" in folders.name_conflict("mine", "cycle.yaml")
+    (reports / "mine" / "config.yaml").unlink()
+    assert folders.name_conflict("mine", "cycle.yaml") == folders.name_conflict("mine", "sweep.yaml") == ""
+    games = reports / "games"
+    games.mkdir()
+    for number in range(2):
+        (games / f"{number}.pgn").write_text(GAME + number * GAME.replace("Nf6", "a6"))
+    import_listed(f"{games}/0.pgn,{games}/1.pgn", games, workers=1)  # beside what is imported
+    (games / "catalogue.sqlite").unlink()
+    (reports / "2.pgn").write_text(GAME.replace("Nf6", "b6"))
+    import_listed(str(reports / "2.pgn"), games, workers=1)  # beside shards, whose catalogue was lost
+    assert len(Catalogue(games).shards(state=None)) == 3
+
+
 def test_a_finished_run_is_not_asked_for_fewer_updates(reports: Path) -> None:
     tiny = {"data": {"limit": 512}, "model": {"channels": 16, "blocks": 1}, "train": {"batch_size": 32}}
     for _ in runs.open_run(device="cpu", run="done", overrides=tiny, steps=3).train():
@@ -187,6 +253,21 @@ def test_a_full_disk_during_training_is_named(reports: Path, monkeypatch: pytest
     with pytest.raises(files.FolderError, match=r"full cannot be written: No space left on device .*metrics\.jsonl"):
         list(current.train())
     assert not current.lock.is_locked
+
+
+@pytest.mark.parametrize(
+    ("inodes", "says"), [(0, r"no room for more files \(52\.4 MB are free, .* 800 inodes"), (9, "No sp")]
+)
+def test_a_file_system_without_inodes_is_not_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int, says: str
+) -> None:
+    disk = SimpleNamespace(f_bavail=12_800, f_frsize=4096, f_files=800, f_favail=inodes)
+    monkeypatch.setattr(files.os, "statvfs", lambda _: disk)
+    with (
+        pytest.raises(files.FolderError, match=f"reports cannot be written: .*{says}"),
+        files.writing(tmp_path / "reports"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "../reports", "nowhere"], ids=len)

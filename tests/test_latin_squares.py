@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_latin_task import latin_task
 
-from matrixlib.data.shards import Shard
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import Shard, write_shard
 from matrixlib.tasks.latin import decode, pool
 from matrixlib.tasks.latin.losses import inside, violations
+from matrixlib.tasks.latin.spec import TASK
 from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS, digits, token, token_table
 
 # Squares
@@ -121,6 +123,29 @@ def test_training_and_held_out_squares_have_nothing_in_common(tmp_path: Path) ->
     assert (tmp_path / "again" / "size06_train.npz").read_bytes() == before[tmp_path / "size06_train.npz"]
     with pytest.raises(ValueError, match=r"data\.squares 1 is too few"):
         pool.build(tmp_path, [9], 1, seed=0)
+
+
+def test_the_odd_shard_of_a_folder_is_marked_within_its_source(tmp_path: Path) -> None:
+    """Squares that are none; but the few distinct ones of size 3, beside many of size 6, are honest."""
+    for number in range(10):
+        for size in (3, 6):
+            squares = pool.generate(size, 60, seed=number)
+            if (size, number) == (6, 4):
+                squares[:30, 0] = 0
+            meta = {"source": pool.source(size), "generator": "test", "seed": 0, "split": "train"}
+            write_shard(tmp_path / f"{size}-{number}.npz", pool.LAYOUT, {"records": pool.pack(squares)}, meta)
+    config = latin_task(data={"source": str(tmp_path)}).config
+    for _ in range(2):  # the second time nothing is new
+        assert TASK.folder(config) == tmp_path
+        rows = {row.name: row.quality for row in Catalogue(tmp_path).shards()}
+        marked = {name: set(quality["outliers"]) for name, quality in rows.items() if "outliers" in quality}
+        assert marked == {"6-4.npz": {"latin"}}
+    assert (rows["6-4.npz"]["latin"], rows["3-4.npz"]["latin"], rows["6-3.npz"]["entropy"]) == (
+        0.5,
+        1,
+        pytest.approx(1),
+    )
+    assert rows["3-4.npz"]["distinct"] < 0.25 < rows["6-3.npz"]["distinct"]
 
 
 # Isotopism

@@ -321,6 +321,7 @@ def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["latin.onnx"], "weights in a file beside it"
     assert file.difference < 1e-4
     assert file.examples == 4 * 14, "every size, in batches of 1 and 3"
+
     # A reader that has the file alone: what the tokens are, where the puzzle stands, which logits are digits.
     session = onnx.session(file.path)
     facts = session.get_modelmeta().custom_metadata_map
@@ -342,3 +343,13 @@ def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
         assert theirs.shape == (rows, TOKENS, 16, 16)
         for row, size in enumerate(sizes[:rows]):
             assert np.abs(theirs - ours)[row, :, :size, :size].max() < 1e-4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_cell_of_a_grid_sees_one(causal: bool) -> None:
+    """A row of attention that is masked as a whole gives zeros, which hides a wrong mask."""
+    net = LatinNet(load("latin_demo", {"model": {"causal": causal}}).model)
+    grid = torch.full((2, 4, 4), EMPTY)
+    grid[1, 3:], grid[1, :, 3:] = PAD, PAD
+    seen = (net._mask(grid.flatten(1)) == 0)[:, 0]
+    assert seen[grid.flatten(1) != PAD].any(-1).all()

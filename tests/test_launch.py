@@ -18,6 +18,7 @@ import papermill
 import psutil
 import pytest
 
+from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 from matrixlib.runs import run as runs
@@ -137,11 +138,13 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
     assert shlex.split(hostile)[-1] == "a'; touch b; '", "one word of the shell"
 
 
-def test_a_target_loss_reaches_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "_execute", lambda folder, parameters: seen.append(parameters) or "")
-    assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5"]) == 0
+    assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5", "--tensorboard"]) == 0
     assert seen[0]["overrides"] == {"validation": {"target_loss": 2.5}}
+    assert seen[0]["tensorboard"]
+    assert seen[0].keys() <= papermill.inspect_notebook(files.NOTEBOOKS / "train.ipynb").keys()
 
 
 def test_resume_takes_the_newest_unfinished_training_of_any_preset(
@@ -183,11 +186,14 @@ def test_what_cannot_begin_is_one_line_and_exit_code_2(
 
     assert "did you mean 'quick'" in refused("--preset", "quik")
     assert "validation.target_loss" in refused("--preset", "demo", "--target-loss", "-1")
-    with monkeypatch.context() as patch:
-        patch.setenv("MATRIXLIB_LIVE", "2")
-        assert "MATRIXLIB_LIVE is '2'; set it to 0 or 1" in refused("--preset", "demo")
-    assert list(reports.iterdir()) == []
     monkeypatch.setattr(launch, "_execute", lambda *_: pytest.fail("executed"))
+    wrong = {"MATRIXLIB_LIVE": "2", "OMP_NUM_THREADS": "abc", "LOCAL_WORLD_SIZE": "0", "MATRIXLIB_DEVICE": "nonsense"}
+    for name, value in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert f"{name} is '{value}'; " in refused("--preset", "demo")
+    assert "RunError: ranks is 0: give the number" in refused("--preset", "demo", "--ranks", "0")
+    assert list(reports.iterdir()) == []
     overrides = {"train": {"steps": 4, "batch_size": 16}, "validation": {"limit": 64}}
     for _ in runs.open_run("demo", "cpu", run="done", overrides=overrides).train():
         pass

@@ -112,6 +112,9 @@ def test_threads_wait_a_short_while_unless_somebody_has_decided(variable: str, m
 def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     here = machine.versions()
     assert {"python", "torch", "numpy", "matrixlib"} <= set(here)
+    assert not torch.backends.mkldnn.is_available() or here["onednn"].count(".") == 2
+    monkeypatch.setattr(torch.__config__, "show", lambda: "  - oneAPI Math Kernel Library Version 2024.2-Product Build")
+    assert machine.versions()["mkl"] == "2024.2-Product"
     assert not {"driver", "nccl"} & set(here) or torch.version.cuda, "what is not there is left out"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)

@@ -16,12 +16,13 @@ from matrixlib.data.imports import ImportReport, quarantined
 from matrixlib.data.shards import Shard, write_shard
 from matrixlib.runs.run import open_run
 from matrixlib.tasks.melee import columns, importer, replay
-from matrixlib.tasks.melee.columns import BUTTONS, FIRST, LAYOUT
+from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, FIRST, LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.controller import HEADS
 from matrixlib.tasks.melee.importer import DAMAGED, SAMPLE, decode, encode, import_replays, threshold, unpack_sample
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, last_rows, read
 from matrixlib.tasks.melee.spec import TASK
+from matrixlib.tasks.melee.windows import figures, stretches
 from matrixlib.tasks.shipped import read_manifest
 
 
@@ -97,6 +98,28 @@ def _move(path: Path, to: Path, split: str) -> None:
     own = ("source", "generator", "seed", "created", "quality")
     batch = shard.gather(np.arange(len(shard)))
     write_shard(to, LAYOUT, batch, {**{name: shard.meta[name] for name in own}, "split": split})
+
+
+def test_the_odd_shard_is_marked_within_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that nobody touches is odd among players, and usual in a source of such games."""
+    pytest.importorskip("peppi_py", reason="an import asks for it")
+    nobody = {"controllers": np.zeros(100, (CONTROLLER, 2))}
+    about = {"generator": "test", "seed": 0, "split": "train"}
+    for number in range(20):
+        played = game(100, number, **(nobody if number == 4 or number > 9 else {}))
+        batch = stretches(played, False)
+        meta = about | {"source": "slippi" if number < 10 else "still", "quality": figures(batch)}
+        write_shard(tmp_path / f"s{number:02}.npz", LAYOUT, batch, meta)
+    (tmp_path / "a.slp").write_bytes(b"no replay")
+    monkeypatch.setattr(importer, "import_each", lambda jobs, folder, storage, *others: storage)
+    storage: Any = import_replays(tmp_path / "a.slp", tmp_path / "new", 1, False)
+    catalogue = Catalogue(tmp_path)
+    (line,) = storage.outliers(catalogue, [row.name for row in catalogue.shards()])
+    assert line.startswith("s04.npz: A (z -"), "and every other button"
+    marked = {
+        row.name: set(row.quality["outliers"]) for row in Catalogue(tmp_path).shards() if "outliers" in row.quality
+    }
+    assert marked == {"s04.npz": {*BUTTONS, *(head.name for head in HEADS[1:])}}
 
 
 # Bad input

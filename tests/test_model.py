@@ -243,6 +243,7 @@ def test_board_mask_is_queen_knight_and_king_moves() -> None:
     mask = blocks.board_mask()
     assert int(mask.sum()) == 1856
     assert torch.equal(mask, mask.T)
+    assert mask.diagonal().all(), "without any square attention gives zeros, which hides a wrong mask"
     near = {square for square in range(64) if mask[0, square]}
     assert near == {0, *range(1, 8), *range(8, 64, 8), *range(9, 64, 9), 10, 17}
 
@@ -279,6 +280,9 @@ def test_attention_equals_a_slow_reference(norm: str, mask: bool, mix: float) ->
         block.bias.mul_(20)
         x = torch.randn(3, C, 8, 8)
         torch.testing.assert_close(block(x), slow_attention(block, x, mask, mix), rtol=1e-4, atol=1e-4)
+        weights = block.weights(x)
+    torch.testing.assert_close(weights.sum(3), torch.ones(3, block.heads, 64))
+    assert bool(weights[..., ~blocks.board_mask()].any()) != (mask and mix == 0)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.2, 1.0])

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -251,6 +252,16 @@ def test_a_cache_that_cannot_be_written_says_so(code: int, url: str, monkeypatch
     monkeypatch.setattr(Remote, "_download", refuse)
     with pytest.raises(LoaderError, match=rf"cannot be written .*{os.strerror(code)}.*MATRIXLIB_CACHE"):
         batches(loader(shards), 1)
+
+
+def test_a_connection_that_is_refused_is_not_called_a_missing_file(line: Line) -> None:
+    """fsspec raises FileNotFoundError for both."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(RemoteError, match=r"catalogue\.sqlite could not be read in 4 tries \(ClientConnectorError: "):
+        download_catalogue(f"http://127.0.0.1:{port}/set", 1)
+    with pytest.raises(RemoteError, match=r"catalogue\.sqlite is not there: is data\.source right"):
+        download_catalogue(f"http://127.0.0.1:{line.port}/{BUCKET}/none", 1)
 
 
 def test_what_a_source_refuses_is_said(

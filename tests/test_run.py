@@ -6,7 +6,9 @@ import html
 import json
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +32,11 @@ from matrixlib.engine.trainer import Trainer
 from matrixlib.hardware import speed
 from matrixlib.runs import report, watch
 from matrixlib.runs import run as runs
-from matrixlib.tasks import load_config
+from matrixlib.tasks import load, load_config
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
+from matrixlib.tasks.melee.importer import unpack_sample as melee_sample
+from matrixlib.tasks.spec import figures_table
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},
@@ -197,6 +201,24 @@ def test_an_empty_name_resumes_the_newest_incomplete_run_with_the_same_configura
     fresh.close()
 
 
+def test_a_new_run_beside_an_unfinished_one_says_how_to_resume_that(reports: Path) -> None:
+    """Other steps with an empty name begin a new run, which looked as if the first had been resumed."""
+    first = train(until=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs.open_run(overrides={**TINY, "seed": 5}).close()  # could not be resumed so
+        runs.open_run(overrides=TINY, steps=3).close()  # it has made more
+    words = f"'{first.name}' of this preset is unfinished, at update 5, with other train.steps: name it as `run` to"
+    with pytest.warns(UserWarning, match=words):
+        other = runs.open_run(overrides=TINY, steps=20)
+    other.close()
+    assert other.name != first.name
+    with pytest.raises(runs.RunError, match=r"has made 5 updates, more than train\.steps: 3"):
+        runs.open_run(run=first.name, overrides=TINY, steps=3)
+    with closing(runs.open_run(run=first.name, overrides=TINY, steps=20)) as again:
+        assert (again.resumed, again.trainer.step, again.steps) == (True, 5, 20)
+
+
 def test_other_values_under_the_same_name_are_refused_by_name(reports: Path) -> None:
     runs.open_run(run="mine", overrides=TINY).close()
     with pytest.raises(runs.RunError, match=r"optim\.learning_rate 0\.003 -> 0\.5"):
@@ -338,6 +360,48 @@ def test_a_curriculum_over_sources_mixes_each_batch_and_goes_on_where_it_was(two
     current = train("cut", 4, **more)
     train("cut", **more)
     assert_equal(final_weights(whole.folder), final_weights(current.folder))
+
+
+def test_several_data_sets_are_mixed_by_weight_and_told_apart(two_sources: Path, tmp_path: Path) -> None:
+    """Three quarters of each batch from the small one; a run cut in two ends with the same bits."""
+    found = Catalogue(unpack_sample())
+    other = tmp_path / "other"
+    other.mkdir()
+    about = {"generator": "test", "seed": 0, "source": "engine"}
+    for split in ("train", "validation"):
+        rows = Shard(found.shards(split)[-1].path, LAYOUT).gather(np.arange(300, 600))
+        write_shard(other / f"{split}.npz", LAYOUT, rows, about | {"split": split})
+    more = {"data": {"source": {str(two_sources): 1, str(other): 3}, "limit": 0}}
+    whole = train("whole", **more)
+    places = whole.data.training._batches().rows(5)
+    assert whole.data.training.of_sources()[str(other)][places].sum() == 48
+    figures = whole.summary()["evaluation"]
+    assert {name: own["positions"] for name, own in figures["by_source"].items()} == {
+        str(two_sources): 200,
+        str(other): 300,
+    }
+    assert figures["positions"] == 500
+    assert figures_table(figures)["value"][f"positions of {other}"] == "300"
+    current = train("cut", 4, **more)
+    train("cut", **more)
+    assert_equal(final_weights(whole.folder), final_weights(current.folder))
+    assert runs.held_out_figures(load(whole.folder))["by_source"].keys() == figures["by_source"].keys()
+    with pytest.raises(ConfigError, match="'nowhere' is no folder"):
+        runs.open_run(overrides=TINY | {"data": {"source": {"sample": 1, "nowhere": 1}}})
+    for source in ({"sample": 0}, {"sample": "much"}):
+        with pytest.raises(ConfigError, match=r"data\.source"):
+            runs.open_run(overrides=TINY | {"data": {"source": source}})
+    with pytest.raises(ConfigError, match="names no data set"):
+        runs.open_run(overrides=TINY | {"data": {"source": {}}})
+    with pytest.raises(LoaderError, match="data of task 'melee'"):
+        train("melee", data={"source": {"sample": 1, str(melee_sample()): 1}})
+
+
+def test_epochs_are_a_number_of_updates(two_sources: Path) -> None:
+    more = {"data": {"source": str(two_sources), "limit": 0}, "train": TINY["train"] | {"steps": "auto", "epochs": 0.5}}
+    run = train("half", **more)
+    assert run.steps == round(0.5 * 1200 / 64)
+    assert [row["epoch"] for row in metrics.read(run.folder / "metrics.jsonl")][-1] == round(run.steps * 64 / 1200, 4)
 
 
 def test_phases_without_their_data_are_named_before_anything_is_trained(two_sources: Path) -> None:

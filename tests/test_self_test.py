@@ -227,6 +227,14 @@ def test_gradients_that_a_recorded_graph_lends_are_taken_out_of_its_memory() -> 
         assert (float(parameter.grad[0]) == 1) is own
 
 
+def test_inductors_settings_arrive_where_it_trains_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: seen.append(options["options"]) or model)
+    for network in (nn.Linear(2, 2), nn.Linear(2, 2).eval()):
+        compiler.compiled(network, "default")
+    assert seen == [{"cpp_wrapper": True}, None], "kernels are called from C++; inference takes torch's defaults"
+
+
 PROGRAM = """
 import json, sys, torch
 from toy_task import ToyTask, toy_batch, toy_runtime

@@ -1,15 +1,19 @@
 """Self-supervised targets of the numba core against definitions written out with python-chess (oracle.py)."""
 
 from pathlib import Path
+from typing import Any
 
 import chess
 import numpy as np
 import pytest
+import torch
 from positions import hard_positions, random_positions
 
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.evaluate import oracle
+from matrixlib.tasks.chess.planes import planes
+from matrixlib.tasks.chess.task import packed_state
 
 
 def truth(board: chess.Board) -> np.ndarray:
@@ -115,3 +119,56 @@ def test_hidden_squares_follow_their_shares() -> None:
     assert not ssl.draw_hidden_squares(rng, 100, 0.0, 0.5).any()
     assert not ssl.draw_hidden_squares(rng, 100, 1.0, 0.0).any()
     assert (np.bitwise_count(ssl.draw_hidden_squares(rng, 500, 1.0, 1e-9)).sum(1) == 1).all()
+
+
+GIVEN = ["4k3/8/8/8/4P3/8/8/R3K3 w - - 0 1", "4k3/8/8/8/4P3/8/8/R3K3 b - - 0 1"]
+
+
+def own_planes() -> tuple[np.ndarray, np.ndarray]:
+    """One-hot (2, 13, 8, 8) from the input planes of GIVEN, and the computed target (2, 8, 8)."""
+    rows = records.from_boards([chess.Board(fen) for fen in GIVEN])
+    batch = {"pieces": torch.from_numpy(rows["pieces"]), "state": torch.from_numpy(packed_state(rows))}
+    pieces = planes(batch, "oriented")[:, :12]
+    one_hot = torch.cat([pieces, 1 - pieces.sum(1, keepdim=True)], dim=1)
+    return one_hot.numpy(), ssl.head_target(batch, "piece").numpy()
+
+
+@pytest.mark.parametrize("kind", ["bool", "uint8", "int16", "uint16", "int64", "float16", "float32", "float64"])
+@pytest.mark.parametrize("form", [np.asarray, torch.tensor, lambda it: {"piece": it}, lambda it: it.tolist()])
+def test_given_pieces_of_any_form_become_the_computed_classes(kind: str, form: Any) -> None:
+    one_hot, computed = own_planes()
+    assert (computed[0, 3, 4], computed[1, 4, 4], computed[1, 0, 4]) == (0, 6, 5), "Black's own king is on its rank 1"
+    for given in (one_hot, computed) if kind != "bool" else (one_hot,):
+        classes = ssl.piece_classes(form(given.astype(kind)))
+        assert classes.dtype == torch.int64
+        assert classes.tolist() == computed.tolist()
+    assert ssl.piece_classes(torch.from_numpy(one_hot).bfloat16()).tolist() == computed.tolist()
+    assert ssl.piece_classes(np.zeros((0, 13, 8, 8))).shape == (0, 8, 8)
+
+
+def changed(form: int, place: tuple[Any, ...], value: float) -> np.ndarray:
+    given = own_planes()[form].astype(np.float64)
+    given[place] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    "given, problem",
+    [
+        (changed(0, (1, slice(None), 2, 3), 0), "position 1, square d3: one-hot with sum 0, not a single 1"),  # no pawn
+        (changed(0, (0, 0, 0, 0), 1), "position 0, square a1: one-hot with sum 2"),
+        (changed(0, (0, slice(None), 7, 7), 1 / 13), "position 0, square h8: one-hot with sum 1, not a single 1"),
+        (changed(0, (0, 5, 1, 1), np.nan), "position 0, square b2: one-hot with sum nan"),
+        (changed(1, (1, 7, 0), 13), "position 1, square a8: class 13, not one of 0-12"),
+        (changed(1, (0, 0, 1), -1), "square b1: class -1,"),
+        (changed(1, (0, 0, 1), 2.5), "square b1: class 2.5,"),
+        (changed(1, (0, 0, 1), np.nan), "square b1: class nan,"),
+        (np.zeros((2, 12, 8, 8)), r"one-hot, not \(2, 12, 8, 8\)"),
+        (np.zeros((2, 64)), r"one-hot, not \(2, 64\)"),
+        (np.float32(3), r"one-hot, not \(\)"),
+        ({"threat": np.zeros((2, 8, 8))}, "no key 'piece', only threat"),
+    ],
+)
+def test_given_pieces_that_are_no_classes_are_refused_by_name(given: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"piece targets.*{problem}"):
+        ssl.piece_classes(given)

@@ -15,10 +15,11 @@ from toy_task import Compiled, Hungry, Scaled, ToyNet, ToyTask, toy_batch, toy_r
 
 from matrixlib import config as configuration
 from matrixlib.engine import optim
+from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.compiler import place
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, slice_batch
+from matrixlib.engine.task import Batch, slice_batch, to_device
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import load_config
 
@@ -347,6 +348,31 @@ def test_compiled_code_is_kept_where_a_restart_leaves_it(monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", other)
     place(nn.Linear(2, 2), compiled)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == other, "what the user set stands"
+
+
+def test_weights_of_a_checkpoint_in_half_precision_become_fp32(tmp_path: Path) -> None:
+    step = Step(ToyTask(norm="batch"), ToyNet(norm="batch"), toy_runtime(), CONFIG, 10)
+    tensors, state = step.state_dict()
+    halved = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors["model"].items()}
+    step.load_state_dict(Checkpoint(0, tmp_path, {**tensors, "model": halved}, state, {}))
+    assert {t.dtype for t in optim.named_tensors(step.model).values() if t.is_floating_point()} == {torch.float32}
+    assert step(toy_batch(32)).finite
+
+
+def test_copies_to_a_device_are_asynchronous_from_pinned_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere an unfinished copy could be read."""
+    asked = []
+
+    def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        asked.append(non_blocking)
+        return self
+
+    pinned, plain = torch.zeros(2), torch.zeros(2)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: self is pinned)
+    monkeypatch.setattr(Tensor, "to", to)
+    for device in ("cuda", "mps", "cpu"):
+        to_device({"pinned": pinned, "plain": plain}, torch.device(device))
+    assert asked == [True, False, False, False, False, False]
 
 
 def test_weights_and_buffers_in_half_precision_are_refused() -> None:

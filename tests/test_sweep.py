@@ -274,6 +274,10 @@ def test_arms_are_made_equal_and_compared_each_at_its_best_rate(swept: Any) -> N
     overrides = {"model": {"channels": 48, "blocks": 4, "attention": {"heads": 4}}}
     options = {"space": {RATE: [0.001, 0.01]}, "seeds": 2, "arms": arms, "equal": "parameters"}
     shown, _ = swept(loss, **options, overrides=overrides)
+    page = (shown.values["folder"] / "report.html").read_text()
+    assert all(
+        f"<h2>{heading}</h2>" in page for heading in ("Trials", "Arms, sizes, stages", "Curves", "What mattered")
+    )
     equal = shown.values["options"]
     assert equal.arms["attention"]["model.channels"] < 48
     configs = {arm: load_config(*request(equal, {"arm": arm})) for arm in arms}

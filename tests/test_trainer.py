@@ -25,6 +25,7 @@ from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
 from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.stats import Action, Event, Stats
@@ -298,7 +299,7 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
 
     def fill(stats: Stats, batch: Batch) -> None:
         monkeypatch.setattr(MetricsLog, "write", full)
-        monkeypatch.setattr("matrixlib.engine.trainer.write_json", full)
+        monkeypatch.setattr("matrixlib.engine.heartbeat.write_json", full)
 
     with pytest.raises(OSError, match="No space left on device") as caught:
         train(tmp_path, hooks=[(fill, 8)])
@@ -727,5 +728,6 @@ def test_the_heartbeat_is_written_at_its_interval(tmp_path: Path, monkeypatch: p
 
     first = beat(0.0, 1)
     assert {"step": 1, "steps": STEPS, "phase": "training", "pid": os.getpid(), "interval": 5}.items() <= first.items()
+    assert Heartbeat.model_validate(first).process_lives(), "what reads it is what wrote it"
     assert 10 < first["rss_mib"] <= first["rss_peak_mib"] < 1e6
     assert [beat(4.9, 2)["step"], beat(4.9, 2, "validation", force=True)["step"], beat(10.0, 3)["step"]] == [1, 2, 3]

@@ -323,6 +323,21 @@ class Catalogue:
             yield db
 
 
+class JoinedCatalogue(Catalogue):
+    """Several catalogues by name as one, to be read. The source of a row is the name of its data set, which also begins
+    its own. CatalogueError for a remote one."""
+
+    def __init__(self, parts: Mapping[str, Catalogue]) -> None:
+        if remote := [name for name, part in parts.items() if part.remote]:
+            raise CatalogueError(f"{remote[0]}: of several data sets each must be local; copy it, or use it alone")
+        self.folder, self.remote, self.writable = Path(" and ".join(parts)), False, False
+        self.path = self.folder / NAME
+        self.messages = [text for part in parts.values() for text in part.messages]
+        named = {name: part.shards(state=None) for name, part in parts.items()}
+        rows = [replace(row, name=f"{name}/{row.name}", source=name) for name, part in named.items() for row in part]
+        self._rows = {row.name: row for row in rows}
+
+
 def _quarantined(row: ShardRow, reason: str) -> ShardRow:
     return replace(row, state="quarantined", reason=reason)
 

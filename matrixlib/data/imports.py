@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from matrixlib.data.catalogue import NAME, REMOTE, Catalogue
 from matrixlib.data.shards import Batch, Layout, Shard, concat, file_hash, is_shard, select, write_shard
-from matrixlib.files import end_with_parent, exclusive, make_folder, writing
+from matrixlib.files import end_with_parent, exclusive, foreign_entry, make_folder, writing
 from matrixlib.progress import live_bar
 
 LOCK = "import.lock"
@@ -215,10 +215,15 @@ class ImportReport:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[Catalogue]:
-    """The folder's catalogue, created if needed, locked against other imports."""
+def locked(folder: Path, sources: Sequence[Path] = ()) -> Iterator[Catalogue]:
+    """The folder's catalogue, created if needed, locked against other imports. ValueError for a folder that has other
+    files than shards, unless the sources are in it."""
     if (folder / REMOTE).exists():
         raise ValueError("shards that lie elsewhere are only read: import where they are")
+    beside = {place for path in map(Path.resolve, sources) for place in (path, path.parent)}
+    found = "" if folder.resolve() in beside else foreign_entry(folder, [NAME])
+    if found and not any(map(is_shard, folder.rglob("*.npz"))):  # whose catalogue was lost
+        raise ValueError(f"{folder} has other files, such as {found!r}: import into another folder")
     make_folder(folder)
     busy = ImportStopped(f"another import into {folder} is running; wait until it has ended")
     with writing(folder), exclusive(FileLock(folder / LOCK), busy):
@@ -239,9 +244,9 @@ def import_each(
     workers: processes, default one a core, started after two seconds. limit: for each file, stop after the step that
     reaches this many rows; another call continues. Raises ValueError, ImportStopped.
     """
-    start = time.monotonic()
+    start, jobs = time.monotonic(), list(jobs)
     logs, fresh = list[ImportLog](), list[ImportLog]()
-    with locked(folder) as catalogue:
+    with locked(folder, [path for path, _ in jobs]) as catalogue:
         for path, reader in jobs:
             plain = path.is_file() and path.suffix not in COMPRESSED
             size = path.stat().st_size if plain else None  # unknown for compressed files

@@ -261,10 +261,16 @@ class Loader:
         parts = np.array_split(np.arange(self.count), -(-self.count // ROWS_AT_ONCE))
         return np.concatenate([look(self._reader.gather(part)["records"]) for part in parts])
 
+    def of_sources(self) -> dict[str, np.ndarray]:
+        """Source -> mask (N,) of its rows."""
+        sources, counts = [row.source for row in self._reader.shards], np.diff(self._reader.start)
+        return {name: np.repeat([own == name for own in sources], counts) for name in sorted(set(sources))}
+
     def only(self, keep: np.ndarray) -> Loader:
-        """This loader restricted to rows where `keep` (N,) is True, for `sequential`."""
-        other = copy.copy(self)
-        other._only, other.count = np.flatnonzero(keep), int(keep.sum())
+        """This loader restricted further to rows where `keep` (N,), of all rows, is True, for `sequential`."""
+        other, rows = copy.copy(self), np.flatnonzero(keep)
+        other._only = rows if self._only is None else np.intersect1d(rows, self._only)
+        other.count = len(other._only)
         return other
 
     def records(self, number: int) -> Batch:

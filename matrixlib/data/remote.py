@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from matrixlib.data.catalogue import NAME, REMOTE, ShardRow
 from matrixlib.data.shards import ShardError, file_hash
-from matrixlib.files import REFUSALS, cache_root, read_json, write_bytes, write_json
+from matrixlib.files import REFUSALS, cache_root, inode_problem, read_json, write_bytes, write_json
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -65,7 +65,7 @@ class Remote:
         known = read_json(folder / REMOTE)
         return cls(known["url"], int(known["cache"]))
 
-    def _ask(self, name: str, act: Callable[[str], Result]) -> Result:
+    def ask(self, name: str, act: Callable[[str], Result]) -> Result:
         """act(URL) with retries on connection errors. RemoteError for anything else."""
         where = f"{self.url}/{name}"
         if hasattr(self.fs, "retries"):  # here, as workers recreate the file system
@@ -73,9 +73,14 @@ class Remote:
         for seconds in (*RETRY_SECONDS, None):
             try:
                 return act(where)
-            except FileNotFoundError as error:
-                raise RemoteError(f"{where} is not there: is data.source right, and all of the set there?") from error
-            except Exception as error:
+            except Exception as problem:
+                error: BaseException = problem
+                if isinstance(problem, FileNotFoundError):
+                    cause = problem.__cause__  # fsspec says so of a refused connection and a server's error, too
+                    if not type(cause).__module__.startswith("aiohttp.") or getattr(cause, "status", 0) in (404, 410):
+                        text = f"{where} is not there: is the address right, and all of it there?"
+                        raise RemoteError(text) from problem
+                    error = cause or problem
                 if "Credential" in type(error).__name__ or isinstance(error, PermissionError):
                     raise RemoteError(
                         f"{where} may not be read: {error}: log in, or set AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
@@ -94,10 +99,10 @@ class Remote:
 
     def update(self) -> Path:
         """Download the current catalogue; returns its folder."""
-        size = self._ask(NAME, self.fs.info)["size"]
+        size = self.ask(NAME, self.fs.info)["size"]
         if size is None or size > CATALOGUE_BYTES:
             raise RemoteError(f"{self.url}/{NAME} has {size} bytes, which no catalogue has: is that a data set?")
-        data = self._ask(NAME, self.fs.cat_file)
+        data = self.ask(NAME, self.fs.cat_file)
         path = self.folder / str(self.bytes) / NAME
         known = path.with_name(REMOTE)
         with self._filling(path):
@@ -132,7 +137,7 @@ class Remote:
             self._reserve(row.bytes, part)
             try:
                 for _ in range(2):  # may have been corrupted in transit
-                    self._ask(row.name, lambda where: self._download(where, part, row.bytes))
+                    self.ask(row.name, lambda where: self._download(where, part, row.bytes))
                     if file_hash(part) == row.sha256:
                         os.replace(part, path)
                         return path
@@ -158,9 +163,10 @@ class Remote:
             with FileLock(self.root / f"{hashlib.sha256(path.name.encode()).hexdigest()[:2]}.lock"):
                 yield
         except OSError as error:
+            problem = inode_problem(self.root, error) or error
             raise RemoteError(
-                f"the cache of remote data in {self.root} cannot be written ({error}): make room or make it writable, "
-                "lower data.cache, or let MATRIXLIB_CACHE name another folder"
+                f"the cache of remote data in {self.root} cannot be written ({problem}): make room or make it "
+                "writable, lower data.cache, or let MATRIXLIB_CACHE name another folder"
             ) from error
 
     def _reserve(self, size: int, part: Path) -> None:

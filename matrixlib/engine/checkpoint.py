@@ -31,7 +31,7 @@ import zstandard
 from safetensors import SafetensorError
 
 from matrixlib.config import CheckpointConfig
-from matrixlib.files import FolderError, sync_folder, utc_now, write_bytes
+from matrixlib.files import FolderError, inode_problem, sync_folder, utc_now, write_bytes
 from matrixlib.hardware import machine
 
 SCHEMA = 2
@@ -414,7 +414,8 @@ class Checkpoints:
     def _cannot_write(self, step: int, error: Exception) -> CheckpointError:
         paths = self._paths()
         earlier = f"{paths[-1].name} is untouched" if paths else "there is no earlier one"
+        problem = inode_problem(self.folder, error) or error
         return UnwritableCheckpoint(
-            f"cannot write checkpoint step_{step:08d} to {self.folder}: {error}; {earlier}. Make room or make the "
+            f"cannot write checkpoint step_{step:08d} to {self.folder}: {problem}; {earlier}. Make room or make the "
             f"folder writable, then start the same run again"
         )

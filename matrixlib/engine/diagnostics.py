@@ -29,14 +29,12 @@ from matrixlib.engine.validation import HeldOut, evaluating
 from matrixlib.files import plain, utc_now, write_json
 from matrixlib.hardware.runtime import Runtime
 
-INITIAL_TOLERANCE = 0.15  # relative difference of first losses from chance level that warns
 DEAD_DEVIATION = 1e-4  # of a smooth activation's unit, below which it is dead
 DEAD_ROWS = 4096  # rows needed to call a unit dead; with fewer, rare units would count
 RECTIFIERS = frozenset({"relu", "relu6"})  # dead if never above 0
 SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})  # dead if constant
 EVIDENCE_UPDATES = 16  # most updates whose records are kept, and metrics rows before them
 TARGET_BINS = 16  # histogram bins of continuous targets
-COLLAPSE = 1e-4  # RMS deviation over rows, in logits, below which an output is constant
 
 
 def first_update(
@@ -44,7 +42,7 @@ def first_update(
 ) -> tuple[GradientReport, dict[str, dict[str, float]], list[Message]]:
     """(gradient report of a `Step`'s first update; first losses against chance level, see `Stats.initial`; messages
     about what looks wrong). Losses far from chance are reported for fresh networks only."""
-    initial, texts = compare_with_chance(task, step.taught(batch), stats)
+    initial, texts = compare_with_chance(task, step.taught(batch), stats, step.config.health.initial_warning)
     model = unwrap(step.model)
     gradients = report = gradient_report(model)
     if report.missing and stats.losses.keys() != task.weights.keys():
@@ -57,7 +55,8 @@ def first_update(
 def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> tuple[str, ...]:
     """Parameters without a gradient that no output depends on: heads of terms of weight 0 rightly get none."""
     parameters = dict(weights(model))
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast():
+    plain = torch.backends.cudnn.flags(enabled=False)  # has no gradients of recurrent layers in evaluation mode
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast(), plain:
         outputs = task.outputs(model, to_device(slice_batch(batch, 0, 1), runtime.torch_device))
         total = torch.stack([output.float().nansum() for output in outputs.values()]).sum()
     gradients = torch.autograd.grad(total, [parameters[name] for name in missing], allow_unused=True)
@@ -81,7 +80,9 @@ def inspect(
     warnings = {
         Event.UPDATE_SIZE: block_warnings(blocks, math.inf if warming_up else health.update_warning),
         Event.DEAD_UNITS: dead_warnings(seen, dead, health.dead_warning),
-        Event.COLLAPSE: collapse_warnings(outputs, step.task.weights, rows(part)) if not warming_up else [],
+        Event.COLLAPSE: collapse_warnings(
+            outputs, step.task.weights, rows(part), 0.0 if warming_up else health.collapse_warning
+        ),
         Event.CLIPPING: [clipping] if clipping else [],
     }
     messages = [Message(event, "; ".join(texts)) for event, texts in warnings.items() if texts]
@@ -91,9 +92,11 @@ def inspect(
     return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler.is_enabled() else {}), messages
 
 
-def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:
-    """Warnings about outputs of weighted terms that do not depend on the input over `rows` rows."""
-    alike = [name for name, row in outputs.items() if row["across"] < COLLAPSE and weights.get(name, 1.0)]
+def collapse_warnings(
+    outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int, below: float
+) -> list[str]:
+    """Warnings about outputs of weighted terms that deviate less than `below` over `rows` rows."""
+    alike = [name for name, row in outputs.items() if row["across"] < below and weights.get(name, 1.0)]
     text = (
         f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
         "targets and at the dead units"
@@ -126,8 +129,11 @@ def gradient_report(model: nn.Module) -> GradientReport:
     )
 
 
-def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """First losses with chance level and floor, by term; and warnings for those far off."""
+def compare_with_chance(
+    task: Task, batch: Batch, stats: Stats, tolerance: float
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """First losses with chance level and floor, by term; and warnings for those off by more than the share
+    `tolerance`."""
     bounds, counts = task.bounds(batch), task.counts(batch)  # stats counts items of all ranks
     table: dict[str, dict[str, float]] = {}
     messages: list[str] = []
@@ -136,7 +142,7 @@ def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[st
             continue
         chance, floor = (value / counts[term] for value in bounds[term])
         table[term] = {"loss": loss, "chance": chance, "floor": floor}
-        if not abs(loss - chance) <= INITIAL_TOLERANCE * abs(chance):
+        if not abs(loss - chance) <= tolerance * abs(chance):
             messages.append(
                 f"first {term} loss is {loss:.4f}, but chance level is {chance:.4f}: a fresh network should "
                 "start near it; look at its last layer's initialisation, the targets or the loss"

@@ -12,6 +12,8 @@ from matrixlib.config import ConfigError, read_yaml_file
 
 KINDS = {"run.json": "a training", "cycle.yaml": "a cycle", "sweep.yaml": "a sweep", "catalogue.sqlite": "a data set"}
 """File that a folder below the reports root has from its start on -> what it is."""
+DAMAGED = ("metrics.jsonl", "checkpoints", "summary.json")
+"""Parts of a run of which one without run.json makes it damaged: `runs.record.stored_record` says so."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ def name_conflict(name: str, file: str) -> str:
     """Why no folder of the kind that has this file (of `KINDS`) can have this name below the reports root, or ""."""
     if problem := files.name_problem(name):
         return problem
-    others = [kind for other, kind in KINDS.items() if other != file and (files.reports_root() / name / other).exists()]
-    return f"is that of {others[0]}: take another" if others else ""
+    folder = files.reports_root() / name
+    others = [kind for other, kind in KINDS.items() if other != file and (folder / other).exists()]
+    if others:
+        return f"is that of {others[0]}: take another"
+    marks = (file, *DAMAGED) if file == "run.json" else (file,)
+    found = files.foreign_entry(folder, marks, ["config.yaml"] if file == "run.json" else [])
+    return f"is that of a folder with other files, such as {found!r}: take another" if found else ""
 
 
 def read_run(folder: Path) -> RunFolder:

@@ -23,7 +23,7 @@ SETTLED_BAND = 1.25
 """Deviations by which that median must exceed the later half of the losses before the spike; drift alone is less."""
 CLIP_WINDOW = 500
 """Updates after the warm-up over which the share of clipped gradients is computed."""
-OVERFLOW_WINDOW, OVERFLOWS = 100, 3
+OVERFLOW_WINDOW = 100  # updates
 """A loss scale that fell so often in so many updates is reported."""
 
 
@@ -176,7 +176,7 @@ class Health(State):
         if stats.action is Action.SKIP:
             cause = "the loss scale was too large" if stats.overflow else self.last
             messages.append(Message(Event.SKIP, f"update skipped, no weight moved: {cause}"))
-        if stats.overflow and len(self.overflowed) >= OVERFLOWS:
+        if len(self.overflowed) >= self.config.overflow_warning and stats.overflow:
             text = f"the loss scale fell {len(self.overflowed)} times in {OVERFLOW_WINDOW} updates: normal at the start"
             messages.append(Message(Event.LOSS_SCALE, f"{text}, later a sign that gradients are about to blow up"))
         return messages

@@ -1,13 +1,23 @@
-"""What a run's heartbeat.json says, and whether its process lives."""
+"""A run's heartbeat.json: what it says, and whether its process lives."""
 
+import os
 import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import AwareDatetime, BaseModel, NonNegativeFloat
 
+from matrixlib.files import write_json
 
-class Heartbeat(BaseModel):
-    """heartbeat.json in a run's folder: proof of progress. interval: seconds between heartbeats."""
+FILE = "heartbeat.json"
+
+
+class Heartbeat(BaseModel, extra="allow"):
+    """heartbeat.json in a run's folder: proof of progress. interval: seconds between heartbeats; extra fields: memory
+    (MiB) and utilisation."""
 
     time: AwareDatetime
     host: str
@@ -21,6 +31,12 @@ class Heartbeat(BaseModel):
     @property
     def updates(self) -> str:
         return f"update {self.step:,} of {self.steps:,}" if self.steps else f"{self.step:,} updates"
+
+    @classmethod
+    def write(cls, folder: Path, figures: Mapping[str, Any], **fields: Any) -> None:
+        """Write the file, of this process and now. figures: the extra fields."""
+        beat = cls(time=datetime.now(UTC), host=platform.node(), pid=os.getpid(), **fields, **figures)
+        write_json(folder / FILE, beat.model_dump(mode="json"))
 
     def process_lives(self) -> bool:
         """Whether its process exists; True if unknown, on another machine."""

@@ -4,12 +4,10 @@ The cache is emptied only here, and never in a healthy run: the next update woul
 """
 
 import gc
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
@@ -17,7 +15,6 @@ import torch
 from matrixlib.config import MemoryConfig
 from matrixlib.engine.stats import Event, Message
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
-from matrixlib.files import utc_now
 from matrixlib.hardware import backend, machine
 
 MEBI = 2**20
@@ -187,10 +184,9 @@ class Monitor:
         text = f"memory: the self-supervised heads work on {present or size} of {size} rows at once after update {step}"
         return Message(Event.CHUNK, text)
 
-    def heartbeat(self) -> dict[str, Any]:
-        """Time, host, process, memory and GPU utilisation."""
-        who = {"time": utc_now(), "host": platform.node(), "pid": os.getpid()}
-        return who | self._read(self._device) | backend.utilisation(self._device)
+    def current(self) -> Figures:
+        """`usage` and the device's utilisation now; resets nothing."""
+        return self._read(self._device) | backend.utilisation(self._device)
 
     def interval(self) -> Figures:
         """`usage` and `share` now; `clears` and `peak_mib` since the last call (except CUDA: of the checks)."""

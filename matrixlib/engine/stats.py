@@ -73,17 +73,18 @@ class Action(StrEnum):
 class Stats:
     """Numbers of one update, on the host.
 
-    step: updates done, this one included; steps: of the whole run. micro_step: forward passes done. loss: weighted
-    total of `losses`, the means over items by term, in training mode, before the update. metrics: means by "term/name".
-    grad_norm: global norm before clipping (unscaled). clip_share: share of recent gradients that were clipped, after
-    the warm-up. action: "verdict" in metrics.jsonl. skipped, overflows: updates so far that moved no weight, because of
-    non-finite values or the loss scale. rollbacks: so far, before this update. seconds: data wait plus update. times:
-    seconds by phase (`timing.PHASES`), on a GPU possibly one update late. loader: `Source.prefetch_stats`. throughput:
-    rows/s. share_of_peak: of the device's matrix rate (MFU). gate, dropout: factors on SSL weights and dropout rates.
-    left_out: rows without SSL terms because of `gating.seconds`. phase: of the curriculum. validation: fields of
-    `Validation`. memory: since the last row that has it. statistics: "outputs", "gradient_norm", "blocks",
-    "dead_units". initial: at the first update, by term "loss", "chance", "floor". extra: the user's own numbers
-    (`Trainer.log`). messages: for people. None or (): not in this update.
+    step: updates done, this one included; steps: of the whole run; epoch: passes over the training positions so far.
+    micro_step: forward passes done. loss: weighted total of `losses`, the means over items by term, in training mode,
+    before the update. metrics: means by "term/name". grad_norm: global norm before clipping (unscaled). clip_share:
+    share of recent gradients that were clipped, after the warm-up. action: "verdict" in metrics.jsonl. skipped,
+    overflows: updates so far that moved no weight, because of non-finite values or the loss scale. rollbacks: so far,
+    before this update. seconds: data wait plus update. times: seconds by phase (`timing.PHASES`), on a GPU possibly one
+    update late. loader: `Source.prefetch_stats`. throughput: rows/s. share_of_peak: of the device's matrix rate (MFU).
+    gate, dropout: factors on SSL weights and dropout rates. left_out: rows without SSL terms because of
+    `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`. memory: since the last row that has
+    it. statistics: "outputs", "gradient_norm", "blocks", "dead_units". initial: at the first update, by term "loss",
+    "chance", "floor". extra: the user's own numbers (`Trainer.log`). messages: for people. None or (): not in this
+    update.
 
     Not logged: main_loss: `loss` without SSL terms, whose weights change. counts: items by term; terms without items
     are in `empty`, not in `losses`; gated ones are in neither. finite: all terms and gradients are finite; detail:
@@ -99,6 +100,7 @@ class Stats:
     losses: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     learning_rate: float = 0.0
+    epoch: float | None = None
     clip_share: float = 0.0
     action: Action = field(default=Action.OK, metadata={"key": "verdict"})
     skipped: int = 0

@@ -25,15 +25,16 @@ BETWEEN = ("validation", "checkpoint")
 """Between updates, not part of their seconds."""
 TRACED, RATE_UPDATES = 3, 20
 """Updates in a trace; that the throughput is measured over."""
-STARVED_SHARE, STARVED_UPDATES, FIRST_UPDATES = 0.2, 100, 20
-"""The loader is late when it took this share of so many updates, without the first, in which its workers start."""
+STARVED_UPDATES, FIRST_UPDATES = 100, 20
+"""Updates over which the wait for data is measured, without the first, in which the loader's workers start."""
 
 
 class Throughput:
-    """Throughput in rows/s over recent updates, data wait included; warns when training waits for data."""
+    """Throughput in rows/s over recent updates, data wait included; warns when training waits for data for more than
+    the share `most` of the time."""
 
-    def __init__(self, workers: int, prefetch: int) -> None:
-        self._workers, self._prefetch, self._count = workers, prefetch, 0
+    def __init__(self, workers: int, prefetch: int, most: float = 0.2) -> None:
+        self._workers, self._prefetch, self._most, self._count = workers, prefetch, most, 0
         self._updates: deque[tuple[int, float, float]] = deque(maxlen=STARVED_UPDATES)
 
     def add(self, rows: int, seconds: float, waited: float) -> tuple[float, str]:
@@ -44,7 +45,7 @@ class Throughput:
         total = sum(seconds for _, seconds, _ in latest)
         rate = sum(rows for rows, _, _ in latest) / total if total else 0.0
         late = sum(waited for _, _, waited in self._updates) / (sum(seconds for _, seconds, _ in self._updates) or 1.0)
-        if self._count < FIRST_UPDATES + STARVED_UPDATES or late <= STARVED_SHARE:
+        if self._count < FIRST_UPDATES + STARVED_UPDATES or late <= self._most:
             return rate, ""
         remedy = f"raise data.workers (now {self._workers}) or data.prefetch (now {self._prefetch})"
         return rate, f"waiting for data took {late:.0%} of the last {STARVED_UPDATES} updates; {remedy}"

@@ -20,6 +20,7 @@ from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.diagnostics import first_update, inspect, write_evidence
 from matrixlib.engine.distributed import LostRank, Ranks, newest
 from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.parts import Parts
@@ -29,7 +30,6 @@ from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, Teacher
 from matrixlib.engine.timing import Throughput
 from matrixlib.engine.validation import HeldOut, Validation, ValidationSchedule, check_target_loss
-from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between memory checks, and between logged ones
@@ -39,9 +39,9 @@ Hook = Callable[[Stats, Batch], None]
 
 @dataclass(frozen=True)
 class Context:
-    """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run.
-    state_extra: JSON data stored in every checkpoint. hooks: (function, every), called with stats and host batch every
-    `every` updates; 0 = never. ranks: rank 0 writes files."""
+    """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run; epoch: of a
+    pass over the training positions, 0 = unknown. state_extra: JSON data stored in every checkpoint. hooks: (function,
+    every), called with stats and host batch every `every` updates; 0 = never. ranks: rank 0 writes files."""
 
     task: Task
     model: nn.Module
@@ -52,6 +52,7 @@ class Context:
     checkpoints: Checkpoints
     metrics: MetricsLog
     steps: int
+    epoch: float = 0.0
     state_extra: Mapping[str, Any] = field(default_factory=dict)
     curriculum: Curriculum | None = None
     teacher: Teacher | None = None
@@ -84,7 +85,8 @@ class Trainer:
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
         self._is_reporter = ranks.first or self._step.sharded  # whether this process takes part in validation
         self._cadence, self._saving = ValidationSchedule(config.validation), CheckpointSchedule(config.checkpoint)
-        self._norms, self._pace = deque[float](maxlen=WINDOW), Throughput(runtime.workers, runtime.prefetch)
+        self._norms = deque[float](maxlen=WINDOW)
+        self._pace = Throughput(runtime.workers, runtime.prefetch, config.health.waiting_warning)
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
@@ -290,6 +292,7 @@ class Trainer:
             stats,
             micro_step=self.micro_step,
             steps=self.steps,
+            epoch=round(self.step / self.context.epoch, 4) if self.context.epoch else None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
             memory=self._memory.interval() if validation or self.step % MEMORY_LOG_UPDATES == 0 else None,
             seconds=self._seconds,
@@ -465,6 +468,5 @@ class Trainer:
         now, interval = time.monotonic(), self.config.train.heartbeat_seconds
         if self.ranks.first and (force or now - self._heartbeat_at >= interval):
             self._heartbeat_at = now
-            facts = {"phase": phase, "step": self.step, "steps": self.steps}
-            facts |= {"step_seconds": self._seconds, "interval": interval}
-            write_json(self._folder / "heartbeat.json", facts | self._memory.heartbeat())
+            progress = {"step": self.step, "steps": self.steps, "step_seconds": self._seconds, "interval": interval}
+            Heartbeat.write(self._folder, self._memory.current(), phase=phase, **progress)

@@ -6,6 +6,7 @@ functions.
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -106,6 +107,12 @@ def set_waiting_policy() -> None:
     doubles the time of an update on a quiet machine. Results are unchanged."""
     if not os.environ.keys() & set(WAITING):
         os.environ["GOMP_SPINCOUNT"] = "10000"
+
+
+def check_environment() -> None:
+    """ValueError for an invalid number of threads or ranks in the environment, without torch."""
+    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        _requested(name)
 
 
 def _requested(name: str) -> int:
@@ -226,8 +233,8 @@ def _read(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can change results: Python, packages, CUDA or ROCm build and driver. Missing ones are
-    left out."""
+    """Versions of everything that can change results: Python, packages, oneDNN and MKL, CUDA or ROCm build and driver.
+    Missing ones are left out."""
     import torch
     from torch.utils import collect_env
 
@@ -235,6 +242,9 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             out[package] = metadata.version(package)
+    for library, words in (("onednn", r"MKL-DNN v([\d.]+)"), ("mkl", r"Math Kernel Library Version (\S+)")):
+        if found := re.search(words, torch.__config__.show()):
+            out[library] = found[1]
     cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
     out |= {

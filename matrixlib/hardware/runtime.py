@@ -149,9 +149,7 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks:
     Times bf16 for a third of a second on CPUs and MPS that support it if precision is `auto`. ValueError if a device or
     dtype that `runtime` names cannot work here.
     """
-    forced = os.environ.get("MATRIXLIB_DEVICE", "") if runtime.device == "auto" else ""
-    if forced and forced not in ("auto", *MICRO_BATCH):
-        raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
+    forced = forced_device() if runtime.device == "auto" else ""
     runtime = runtime.model_copy(update={"device": forced}) if forced else runtime
     facts = machine.facts(ranks)
     device, why = select_device(facts, runtime.device)
@@ -163,6 +161,20 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks:
     resolved = policy(facts, runtime, train, data)
     reasons = {**resolved.reasons, "device": f"{why} by MATRIXLIB_DEVICE"}
     return replace(resolved, reasons=reasons) if forced else resolved
+
+
+def forced_device() -> str:
+    """$MATRIXLIB_DEVICE, "" if unset; ValueError if it names no device."""
+    forced = os.environ.get("MATRIXLIB_DEVICE", "")
+    if forced and forced not in ("auto", *MICRO_BATCH):
+        raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
+    return forced
+
+
+def check_environment() -> None:
+    """ValueError for a variable that `resolve` would refuse; for entry points, before torch is imported."""
+    forced_device()
+    machine.check_environment()
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:

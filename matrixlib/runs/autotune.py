@@ -83,6 +83,15 @@ def working_runtime(
     return runtime, 0, messages
 
 
+def planned_steps(data: RunData) -> tuple[int, str]:
+    """Updates of a run with steps `auto`, and what they are for."""
+    train = data.config.train
+    if train.epochs:
+        steps = max(1, round(train.epochs * data.training.count / train.batch_size))
+        return steps, f"for {train.epochs:g} epochs of {data.training.count:,} positions"
+    return fit_steps(data), f"to fit {train.minutes:g} minutes"
+
+
 def fit_steps(data: RunData) -> int:
     """Updates that fit in `train.minutes`, by timing a few, once, when a run starts."""
     from matrixlib.engine.step import trial_step

@@ -26,7 +26,7 @@ from pandas import DataFrame
 from matrixlib import files, progress
 from matrixlib.config import dotted, merge
 from matrixlib.engine import metrics
-from matrixlib.engine.folder import read_run_config
+from matrixlib.engine.folder import name_conflict, read_run_config
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
@@ -98,10 +98,14 @@ def train_arms(
         load_config(preset, changes)
     stem = run or f"compare-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     folders: dict[str, list[Path]] = {arm: [] for arm in arms}
+    names = {(arm, number): f"{stem}-{arm.lower()}{seed + number}" for arm in arms for number in range(seeds)}
+    for name in names.values():
+        if problem := name_conflict(name, "run.json"):
+            raise runs.RunError(f"run name {name!r} {problem}")
     for number in range(seeds):
         for arm in list(arms)[:: -1 if number % 2 else 1]:
             preset, changes = arms[arm]
-            name = f"{stem}-{arm.lower()}{seed + number}"
+            name = names[arm, number]
             current = runs.open_run(preset, device, seed + number, name, steps, changes, kind="compare")
             folders[arm].append(current.folder)
             ended = "already complete" if current.complete else f"{current.steps} updates"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 from filelock import FileLock
 
 from matrixlib import config as configuration
@@ -33,12 +34,13 @@ from matrixlib.play.match import random_openings
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
+from matrixlib.runs import start as starts
 from matrixlib.runs.autotune import working_runtime
 from matrixlib.runs.cycle_games import Against, CycleConfig, CycleError, Decision, Generation, Pairs, read_generations
 from matrixlib.runs.data import RunData
 from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_config
-from matrixlib.tasks import get_task
+from matrixlib.tasks import changed, get_task
 
 FREE = ("generations", "workers", "fleet")  # options without effect on games and weights
 
@@ -53,8 +55,10 @@ def open_cycle(
     """
     config = games.load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
-    if problem := name_conflict(name, "cycle.yaml"):
-        raise CycleError(f"cycle name {name!r} {problem}")
+    trainings = {_training(name, number): "run.json" for number in range(1, config.generations + 1)}
+    for taken, file in {name: "cycle.yaml", **trainings}.items():
+        if problem := name_conflict(taken, file):
+            raise CycleError(f"cycle name {taken!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
@@ -63,6 +67,7 @@ def open_cycle(
         files.make_folder(folder / part)
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
+        config = _with_start(folder, config)
         if not path.exists():
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
@@ -74,6 +79,36 @@ def open_cycle(
         )
     runtime.apply()  # evaluations are stored, too
     return Cycle(folder, config, runtime)
+
+
+def _with_start(folder: Path, config: CycleConfig) -> CycleConfig:
+    """The configuration with the architecture of its `start`, whose weights are kept in the folder as the cycle begins.
+    CycleError if a cycle cannot train it."""
+    if not config.start:
+        return config
+    path, network = folder / "cycle.yaml", config.network
+    if path.exists():
+        stored = configuration.read_yaml_file(path, str(path)).get("network", {})
+        model = stored.get("model", {}) if isinstance(stored, Mapping) else {}
+    else:
+        try:
+            options = starts.source_weights(config.start, network)[1]
+            if type(options) is not type(network.model):
+                raise CycleError(f"its network ({type(options).__name__}) cannot be trained")
+            model = configuration.dump(options)
+            init = {"model": model, "train": {"init": config.start}}
+            own = changed(network, init)
+            found = starts.read_start(own, get_task(own.task).task(own))
+        except ValueError as error:
+            raise CycleError(f"start '{config.start}': {str(error).removeprefix('train.init: ')}") from error
+        files.write_bytes(folder / games.START, safetensors.torch.save(dict(found.tensors)))
+        write_json(folder / "start.json", found.record)
+    return config.model_copy(update={"network": changed(network, {"model": model})})
+
+
+def _training(cycle: str, number: int) -> str:
+    """Run name of a generation's training."""
+    return f"{cycle}-{number:03d}"
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
@@ -138,7 +173,7 @@ class Cycle:
 
     @property
     def best(self) -> int:
-        """Generation of the best network; 0 is the untrained one."""
+        """Generation of the best network; 0 is that of `start`, or the untrained one."""
         decisions = self.decisions()
         return decisions[-1].best if decisions else 0
 
@@ -158,7 +193,7 @@ class Cycle:
                 newest.write(self.folder, rollbacks=(*newest.rollbacks, now))
 
     def _network(self, generation: int) -> Network:
-        """The network of a generation, averaged weights; 0 is the untrained one."""
+        """The network of a generation, averaged weights; 0 is that of `start`, or untrained."""
         return games.network(self.config, self.runtime, games.weights_of(self.folder, self.config, generation))
 
     def _stored(self, number: int) -> Generation:
@@ -218,7 +253,7 @@ class Cycle:
         }
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
-        run = runs.open_run(str(preset), run=f"{self.name}-{number:03d}", overrides=overrides, kind="cycle")
+        run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
                 run.trainer.start_from(named_tensors(self.network(generation.start).model))

@@ -32,6 +32,7 @@ from matrixlib.tasks import TASKS, get_task, task_of, validate_config
 from matrixlib.tasks.spec import GameSpec, weights
 
 TRIAL_GAMES = 4
+START = "start.safetensors"  # weights of generation 0, of `start`
 HELD_OUT = 20  # one in so many games is held out
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
 Tally: TypeAlias = dict[str, Any]  # see `selfplay.tally`
@@ -48,6 +49,10 @@ class CycleConfig(Section):
     `network` is the network and its training, with its task's sections, as in a preset.
     """
 
+    start: str = option(
+        "",
+        "network of generation 0, with its architecture: a run, checkpoint or Matrix0 file; empty = random weights",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
     generations: Count = option(6, "generations to train")
     games: Annotated[int, Field(ge=20)] = option(512, "games of self-play in a generation; every twentieth is held out")
@@ -79,7 +84,8 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
     config = validate_config(network, name, "network.")
     if config.train.init:
         raise ConfigError(
-            f"{name}: network.train.init is '{config.train.init}', but a cycle begins with random weights: leave it out"
+            f"{name}: network.train.init is '{config.train.init}': a cycle begins with the network of `start`, so give "
+            "it there"
         )
     cycle = validated(CycleConfig, {**data, "network": config}, name)
     return cycle.model_copy(update={"network": config.model_copy(update={"seed": cycle.seed})})
@@ -161,7 +167,12 @@ def rules(config: CycleConfig) -> GameSpec:
 
 
 def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
-    """Averaged weights of a generation in `folder`, as safetensors; 0 is the untrained network."""
+    """Averaged weights of a generation in `folder`, as safetensors; 0 is the network of `start`, or untrained."""
+    if generation == 0 and config.start:
+        try:
+            return (folder / START).read_bytes()
+        except OSError as error:
+            raise CycleError(f"{error.filename} cannot be read: bring it back, or begin another cycle") from error
     if generation:
         checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
         tensors = weights(Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest"))[0]

@@ -128,6 +128,8 @@ class RunData:
                 + (f" ({'; '.join(reasons[:3])})" if reasons else "")
                 + "; restore the shards or import the data again"
             )
+        if not (isinstance(data.source, str) or options.get("weights")):
+            options["weights"] = data.source
         options |= {"limit": data.limit, "window_blocks": data.window_blocks, **self._making("train")}
         size = self.config.train.batch_size
         loader = Loader(rows, self.spec.layout, size, self.config.seed, task.prepare, **options)

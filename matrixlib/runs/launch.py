@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +17,16 @@ from typing import Any
 import psutil
 
 from matrixlib import files, progress
-from matrixlib.hardware import machine
+from matrixlib.hardware import machine, runtime
 from matrixlib.runs import report
-from matrixlib.runs.record import changes_on_resume, newest_unfinished, requested_config, run_folder, stored_record
+from matrixlib.runs.record import (
+    changes_on_resume,
+    check_ranks,
+    newest_unfinished,
+    requested_config,
+    run_folder,
+    stored_record,
+)
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
@@ -36,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="resume the newest unfinished training, of any preset")
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
+    parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events")
     options = parser.parse_args(arguments)
     machine.set_waiting_policy()  # inherited by the kernel
     overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}
@@ -45,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         return ranks.train(options.preset, options.run, overrides, options.device, options.steps)
     try:
         progress.interactive()  # refuses a bad MATRIXLIB_LIVE before the kernel starts
+        runtime.check_environment()
+        check_ranks(options.ranks)
         if options.resume:
             found = newest_unfinished()
             options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
@@ -58,10 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     print(f"run {folder.name}: notebooks/train.ipynb -> {shown / 'train.ipynb'}", flush=True)
-    parameters = {"preset": options.preset, "device": options.device, "run": folder.name, "steps": options.steps}
+    parameters = {name: getattr(options, name) for name in ("preset", "device", "steps", "ranks", "tensorboard")}
     try:
         with files.writing(folder):  # papermill, too
-            reason = _execute(folder, parameters | {"overrides": overrides, "ranks": options.ranks})
+            reason = _execute(folder, parameters | {"run": folder.name, "overrides": overrides})
     except files.FolderError as problem:
         reason = f"FolderError: {problem}"
     if (folder / "summary.json").exists():  # it has made updates
@@ -126,4 +137,5 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.exit(main())

@@ -40,6 +40,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         self._numbers = [figures.numbers(row) for row in self._rows]
         self._began = time.perf_counter()
         self._step = self._first = self._rows[-1]["step"] if self._rows else 0
+        self._epoch = self._rows[-1].get("epoch") if self._rows else None
         self._next = self._redraw = 0.0
         self._lines = LinePace(self._began, self._began)
         self._panel: Any = None
@@ -58,7 +59,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         Use `run.log` to store own numbers in metrics.jsonl too.
         """
         row = stats.row() | ({"extra": own} if own else {})
-        self._step, self.total = stats.step, row.get("steps", self.total)
+        self._step, self.total, self._epoch = stats.step, row.get("steps", self.total), stats.epoch
         if stats.messages or not self._step % metrics.interval(self.total):  # as in the log of a long run
             self._rows.append(row)
             self._numbers.append(figures.numbers(row))
@@ -102,6 +103,8 @@ class LivePlot(AbstractContextManager["LivePlot"]):
     def _pace(self, now: float) -> str:
         """Progress, time a step since opening, and time left."""
         parts = [f"step {self._step:,}/{self.total:,} ({self._step / max(self.total, 1):.0%})"]
+        if self._epoch is not None:
+            parts.append(f"epoch {self._epoch:.2f}")
         if (done := self._step - self._first) > 0:
             each = (now - self._began) / done
             parts.append(f"{duration(each)} a step")

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from matrixlib import files
 from matrixlib.config import nearest
+from matrixlib.hardware import runtime
 from matrixlib.progress import interactive
 from matrixlib.runs.report import add_verdict
 
@@ -55,6 +56,7 @@ def check_parameters(
             return
         history, values = shell.user_ns["In"], shell.user_ns
     interactive()  # refuses a bad MATRIXLIB_LIVE before anything is computed
+    runtime.check_environment()
     if not (problems := _mistyped(history, values)):
         for name, bound in bounds.items():
             try:

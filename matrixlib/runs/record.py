@@ -3,7 +3,9 @@
 import datetime
 import functools
 import subprocess
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.engine.folder import RunFolder, intact_runs, name_conflict, read_run, read_run_config
+from matrixlib.engine.folder import DAMAGED, RunFolder, intact_runs, name_conflict, read_run, read_run_config
 from matrixlib.engine.parts import Parts
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
@@ -54,26 +56,50 @@ def requested_config(
     return load_config(preset, configuration.merge(overrides, arguments))
 
 
+def check_ranks(ranks: int) -> None:
+    """RunError for less than one process."""
+    if ranks < 1:
+        raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
+
+
 def run_folder(preset: str, run: str, requested: Config, kind: str = "train", parts: Parts | None = None) -> Path:
     """Folder of the named run, of the newest incomplete run with equal configuration and parts, or of a new one (not
-    created)."""
+    created), with a warning if another incomplete run can be resumed with this configuration."""
     root = files.reports_root()
     if run:
         if problem := name_conflict(run, "run.json"):
             raise RunError(f"run name {run!r} {problem}")
         return root / run
-    wanted = {"kind": kind, "preset": preset, "requested": configuration.dump(requested)}
-    own = parts.record() if parts is not None else {}
-    for stored in intact_runs(root):
-        same = wanted.items() <= stored.record.items() and own == stored.record.get("parts", {})
-        if same and not stored.complete and not locked(stored.path):
+    same: dict[str, Any] = {"kind": kind, "preset": preset, "parts": parts.record() if parts is not None else {}}
+    known = [(run, {"parts": {}, **run.record}) for run in intact_runs(root) if not run.complete]
+    unfinished = [run for run, record in known if same.items() <= record.items()]
+    for stored in unfinished:
+        if stored.record["requested"] == configuration.dump(requested) and not locked(stored.path):
             return stored.path
+    _mention(unfinished, requested)
     prefix = "" if kind == "train" else f"{kind}-"
     stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     if problem := files.name_problem(stem):
         raise RunError(f"the name {stem!r}, which preset and time make, {problem}; give `run` a name")
     names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
     return next(root / name for name in names if not (root / name).exists())
+
+
+def _mention(unfinished: Sequence[RunFolder], requested: Config) -> None:
+    """Warn of the newest run that has made updates and would resume with this configuration, if it were named."""
+    for stored in unfinished:
+        with suppress(ValueError):  # it would not
+            changes = ", ".join(changes_on_resume(stored.path, requested, stored.record))
+            if (made := _updates(stored.path)) and not locked(stored.path):
+                text = f"a new run begins; '{stored.name}' of this preset is unfinished, at update {made:,}"
+                warnings.warn(f"{text}, with other {changes}: name it as `run` to resume it", stacklevel=3)
+                return
+
+
+def _updates(folder: Path) -> int:
+    """Updates of a run's newest checkpoint, 0 without one."""
+    saved = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
+    return max((int(step) for step in saved if step.isdecimal()), default=0)
 
 
 def newest_unfinished() -> RunFolder:
@@ -114,7 +140,7 @@ def stored_record(folder: Path) -> dict[str, Any]:
             what = " and no ".join(sorted(lacking))
             raise RunError(f"{folder / 'run.json'} has no {what}: restore it from a backup, or give another run name")
         return record
-    if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
+    if kept := [name for name in DAMAGED if (folder / name).exists()]:
         raise RunError(
             f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: restore it from a backup, or give "
             "another run name"
@@ -130,7 +156,7 @@ def changes_on_resume(folder: Path, requested: Config, record: Mapping[str, Any]
     if fixed := [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if not key.startswith(MAY_CHANGE)]:
         text = ", ".join(fixed)
         raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
-    made, steps = read_run(folder).summary.get("steps", 0), requested.train.steps
+    made, steps = max(read_run(folder).summary.get("steps", 0), _updates(folder)), requested.train.steps
     if "train.steps" in changes and steps != "auto" and steps < made:
         raise RunError(f"run '{folder.name}' has made {made} updates, more than train.steps: {steps}; name another run")
     return changes

@@ -111,6 +111,12 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
+def write_page(path: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write an offline page of tables, pictures and texts, such as a sweep's; returns its path."""
+    files.write_text(path, _page(title, sections=sections))
+    return path
+
+
 def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
     """Store a notebook's verdict (passed, demo, checks) in summary.json; rewrite report and index."""
     path = Path(run_folder) / "summary.json"

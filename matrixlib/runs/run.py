@@ -18,7 +18,6 @@ from filelock import FileLock
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import metrics, timing
 from matrixlib.engine.folder import newest_complete
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.distributed import Ranks
     from matrixlib.engine.task import Batch
     from matrixlib.engine.trainer import Trainer
+    from matrixlib.runs.backup import Backup
     from matrixlib.runs.start import Start
     from matrixlib.tasks.spec import Check
 
@@ -59,6 +59,7 @@ class Run:
     ranks: Ranks
     processes: int = 1
     _trainer: Trainer | None = None
+    _backup: Backup | None = None
 
     def __post_init__(self) -> None:
         data = self.data
@@ -173,11 +174,14 @@ class Run:
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
+            self._begin_backup()
             # close explicitly: interrupts during garbage collection are lost
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
                         self._say(f"update {stats.step}: {text}")
+                    if self._backup is not None and (problem := self._backup.look()):
+                        self._say(problem)
                     yield stats
             model = self.trainer.evaluation_model()
             if model is not None:
@@ -189,7 +193,19 @@ class Run:
                 ending.end_early(self.folder, self.preset, self.data.runtime, error)
             raise
         finally:
+            if self._backup is not None and (problem := self._backup.end()):
+                self._say(problem)
+            self._backup = None
             self.close()
+
+    def _begin_backup(self) -> None:
+        if (place := self.config.checkpoint.backup) and self.ranks.first:
+            from matrixlib.runs.backup import Backup
+
+            self.catalogue.backup(self.folder / "data_catalogue.sqlite")
+            backup = Backup(place, self.folder)
+            backup.begin()
+            self._backup = backup
 
     def _forget(self) -> None:
         if self._trainer is not None:
@@ -255,8 +271,7 @@ def open_run(
     requested = records.requested_config(preset, device, seed, steps, overrides or {}, init)
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
-    if ranks < 1:
-        raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
+    records.check_ranks(ranks)
     parts = Parts(tuple(heads), trunk, losses or {}, schedule, optimizer)
     if parts and ranks > 1:
         raise RunError(
@@ -317,14 +332,14 @@ def finished_run(
 def held_out_data(config: Config) -> Loader:
     """The held-out rows of a configuration's data set. RunError if there are none."""
     spec = get_task(config.task)
-    return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
+    return held_out_loader(spec, config, spec.catalogue(config), spec.task(config))
 
 
 def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     """Held-out figures of a network (`tasks.load`) with baselines. sample: rows, 0 = all."""
     config: Config = net.task.config
     spec = get_task(config.task)
-    return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
+    return spec.evaluate(net, held_out_data(config), spec.catalogue(config), sample)
 
 
 def _open(
@@ -334,7 +349,7 @@ def _open(
     from matrixlib.runs import start as starts
 
     spec = get_task(requested.task)
-    catalogue = Catalogue(spec.folder(requested))
+    catalogue = spec.catalogue(requested)
     record = records.stored_record(folder)
     messages: list[str] = []
     if record:
@@ -367,9 +382,9 @@ def _open(
     if data.runtime.compile:
         messages.append(f"compiled code is kept in {compiler.code_cache()}, where the next run finds it")
     if config.train.steps == "auto":
-        steps = autotune.fit_steps(data)
+        steps, why = autotune.planned_steps(data)
         data.config = changed(data.config, {"train": {"steps": steps}})
-        messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
+        messages.append(f"train.steps: auto -> {steps}, {why}")
     if start is not None:
         messages += start.messages
     if not record:

@@ -60,7 +60,7 @@ def read_start(config: Config, task: Task) -> Start:
     ValueError names what does not fit, unless `train.init_partial`. Training-only tensors, such as a learned
     temperature, are reinitialised and not counted."""
     source = config.train.init
-    tensors, options, sha256, aside = _weights(source, config)
+    tensors, options, sha256, aside = source_weights(source, config)
     model = task.build_model()
     own, anew = model.state_dict(), aside | optim.training_only(model)
     fits = {name for name in own.keys() & tensors.keys() if own[name].shape == tensors[name].shape} - anew
@@ -88,7 +88,7 @@ def read_start(config: Config, task: Task) -> Start:
     )
 
 
-def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, str, set[str]]:
+def source_weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, str, set[str]]:
     """(tensors, network options, SHA-256 of the tensors' file, names of training-only tensors)."""
     folder, named = find_run(source)
     if folder.is_file():
@@ -127,6 +127,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
         checkpoints=stored,
         metrics=MetricsLog(folder / "metrics.jsonl", interval(steps), writes=ranks.first),
         steps=steps,
+        epoch=data.training.count / config.train.batch_size,
         state_extra={"config": configuration.dump(config), "catalogue": data.catalogue.hash(), **recorded},
         curriculum=data.spec.curriculum(config),
         teacher=teacher,

@@ -80,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     """Command line: write events of trained runs, by name or folder."""
     for run in arguments:
         folder = Path(run) if os.path.isdir(run) else files.reports_root() / run
-        if not os.path.isfile(folder / "metrics.jsonl"):
-            print(f"no run at '{folder}': expected a folder with metrics.jsonl", file=sys.stderr)
+        if not all(os.path.isfile(folder / name) for name in ("run.json", "metrics.jsonl")):
+            print(f"no run at '{folder}': expected a folder with run.json and metrics.jsonl", file=sys.stderr)
             return 1
         events = Events(folder, metrics.read(folder / "metrics.jsonl"))
         events.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matrixlib import files
-from matrixlib.engine.heartbeat import Heartbeat
+from matrixlib.engine.heartbeat import FILE, Heartbeat
 from matrixlib.progress import clock_time, duration
 
 STALL_SECONDS = 300.0  # without a heartbeat until a run counts as stalled, unless its updates or heartbeats are slower
@@ -41,7 +41,7 @@ def run_status(folder: Path, now: datetime | None = None) -> RunStatus:
     now = now or datetime.now(UTC)
     summary, beat = _object(folder / "summary.json"), None
     with contextlib.suppress(ValueError):  # missing or damaged
-        beat = Heartbeat.model_validate(_object(folder / "heartbeat.json"))
+        beat = Heartbeat.model_validate(_object(folder / FILE))
     ended = str(summary.get("ended", ""))
     if beat is not None and beat.phase != "stopped" and (not ended or beat.time > datetime.fromisoformat(ended)):
         return _alive(beat, (now - beat.time).total_seconds())

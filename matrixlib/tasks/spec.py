@@ -145,6 +145,21 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """Folder of its shards; shipped or generated sets are made on first use. Raises ConfigError."""
         return given_folder(config.data)
 
+    def catalogue(self, config: ConfigT) -> Catalogue:
+        """The catalogue of its data; of several data sets, one with their names as sources. Raises as `folder`."""
+        from matrixlib.data.catalogue import Catalogue, JoinedCatalogue
+
+        def one(name: str) -> Catalogue:
+            return Catalogue(
+                self.folder(config.model_copy(update={"data": config.data.model_copy(update={"source": name})}))
+            )
+
+        if isinstance(config.data.source, str):
+            return Catalogue(self.folder(config))
+        if not config.data.source:
+            raise ConfigError("data.source names no data set; give one, or several with weights")
+        return JoinedCatalogue({name: one(name) for name in config.data.source})
+
     def curriculum(self, config: ConfigT) -> Curriculum | None:
         """Its curriculum, None without; default: over sources."""
         section = getattr(config, "curriculum", None)
@@ -260,6 +275,8 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
     """The shard folder of `data.source`, or the local catalogue folder of a URL; ConfigError if absent, RemoteError if
     the URL fails. name: a valid source that is no folder."""
     source = data.source
+    if not isinstance(source, str):
+        raise ConfigError(f"data.source names several data sets ({', '.join(source)}) where one is needed; give one")
     if is_remote(source):
         return download_catalogue(source, data.cache)
     folder = from_home(source)
@@ -375,17 +392,18 @@ def figures_table(evaluation: Mapping[str, Any]) -> Any:
     """An evaluation (of summary.json, say) as a DataFrame of text: a row for each figure, columns `value`, `baselines`.
 
     A baseline belongs to figures that contain its last word: `uniform_top1` to `top1`, `majority_wdl` to
-    `wdl_accuracy`. Rates (top..., ...accuracy) are in percent. Other types are left out.
+    `wdl_accuracy`. Rates (top..., ...accuracy) are in percent. Other types are left out; figures of `by_source` follow.
     """
     import pandas as pd
 
     rows = {}
-    for name, value in evaluation.items():
+    parts = {"": evaluation} | {f" of {source}": own for source, own in evaluation.get("by_source", {}).items()}
+    for suffix, figures, name, value in ((s, f, *item) for s, f in parts.items() for item in f.items()):
         if isinstance(value, (int, float, str)):
-            baselines = [(key.rpartition("_"), other) for key, other in evaluation.get("baselines", {}).items()]
+            baselines = [(key.rpartition("_"), other) for key, other in figures.get("baselines", {}).items()]
             beside = [(key.replace("_", " "), other) for (key, _, of), other in baselines if of in name.split("_")]
             texts = [f"{key} {number_text(name, other)}" for key, other in beside]
-            rows[name.replace("_", " ")] = number_text(name, value), ", ".join(texts)
+            rows[name.replace("_", " ") + suffix] = number_text(name, value), ", ".join(texts)
     return pd.DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from matrixlib.config import (
+    SEVERAL,
     Config,
     CountOrZero,
     DataConfig,
@@ -15,6 +16,7 @@ from matrixlib.config import (
     Positive,
     Real,
     Section,
+    Source,
     Width,
     option,
 )
@@ -179,7 +181,7 @@ class TeacherConfig(Section):
 
 
 class ChessDataConfig(DataConfig):
-    source: str = option("sample", "`sample` (shipped with the package) or a folder of shards with a catalogue")
+    source: Source = option("sample", f"`sample` (shipped with the package) or a folder of shards; {SEVERAL}")
     mirror: bool = option(True, "random left-right mirroring of positions without castling rights")
     hidden_rows: Fraction = option(
         0.25,

@@ -135,6 +135,8 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def sidecars(self, config: ChessConfig, folder: Path, shards: Sequence[ShardRow], teacher: Any) -> Sidecars | None:
         from matrixlib.tasks.chess.distill import teacher as teachers
 
+        if config.teacher.cache and not isinstance(config.data.source, str):
+            raise ValueError("cached teacher outputs need one data set: set teacher.cache to false")
         if not config.teacher.cache or not isinstance(teacher, teachers.ChessTeacher):  # no teacher in a complete run
             return None
         return teachers.sidecars(teacher, self.task(config), folder, shards)
@@ -157,7 +159,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         teacher = net.task.config.teacher.network
         if not teacher:
-            return figures.held_out(net, held_out, sample)
+            return figures.by_source(net, held_out, sample)
         try:
             other = load(teacher, "", net.runtime.device)
             problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
@@ -165,7 +167,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
             problem = str(error)
         if problem:
             warnings.warn(f"no comparison with the teacher: {problem}", stacklevel=2)
-            return figures.held_out(net, held_out, sample)
+            return figures.by_source(net, held_out, sample)
         return figures.agreement(net, other, held_out, sample)
 
     def headline(self, figures: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ They are computed on the host, after mirroring, on the oriented board.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,36 @@ def head_target(batch: Mapping[str, Tensor], head: str) -> Tensor:
     names = ("control_ours", "control_theirs") if head == "control" else (head,)
     maps = [unpack_maps(batch["maps"][:, MAPS.index(name)]) for name in names]
     return 1 + maps[0] - maps[1] if head == "control" else maps[0]
+
+
+def piece_classes(given: Any) -> Tensor:
+    """Checked class map (B, 8, 8) int64 of piece targets from elsewhere, on their device.
+
+    given: classes (B, 8, 8), 0-5 our P N B R Q K, 6-11 theirs, 12 empty; or one-hot (B, 13, 8, 8); a tensor or array of
+    any numeric type, or a mapping with one as `piece`. On the oriented board, as the input planes: row 0 is rank 1 of
+    the side to move, so Black's positions are mirrored and "ours" are Black's. ValueError names position and square.
+    """
+    import torch
+
+    if isinstance(given, Mapping):
+        if "piece" not in given:
+            raise ValueError(f"piece targets: the mapping has no key 'piece', only {', '.join(map(str, given))}")
+        given = given["piece"]
+    values = (given if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given, np.float32))).float()
+    one_hot = values.ndim == 4
+    if values.shape[1:] != ((13, 8, 8) if one_hot else (8, 8)):
+        raise ValueError(f"piece targets must be (B, 8, 8) classes or (B, 13, 8, 8) one-hot, not {tuple(values.shape)}")
+    if one_hot:  # argmax alone would call a square without any class a pawn, class 0
+        classes, valid = values.argmax(1), (values == 1).sum(1).eq(1) & (values == 0).sum(1).eq(12)
+    else:
+        classes = values.nan_to_num().long()
+        valid = (values == classes) & (classes >= 0) & (classes <= 12)
+    if not valid.all():
+        row, rank, file = (~valid).nonzero()[0].tolist()
+        found = float(values[row, ..., rank, file].sum())
+        problem = f"one-hot with sum {found:g}, not a single 1" if one_hot else f"class {found:g}, not one of 0-12"
+        raise ValueError(f"piece targets: position {row}, square {'abcdefgh'[file]}{rank + 1}: {problem}")
+    return classes
 
 
 def draw_hidden_squares(

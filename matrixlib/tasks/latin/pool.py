@@ -8,7 +8,8 @@ is wrong on them.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,8 +17,11 @@ import numpy as np
 from filelock import FileLock
 from numba import uint64
 from numpy.typing import NDArray
+from scipy.stats import entropy
 
-from matrixlib.data.shards import Layout, Shard, write_shard
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.outliers import mark_outliers
+from matrixlib.data.shards import Layout, Shard, ShardError, write_shard
 from matrixlib.hardware.kernels import kernel
 from matrixlib.tasks.latin.vocabulary import SIDE
 
@@ -290,6 +294,34 @@ def read(paths: Iterable[Path | str]) -> dict[int, np.ndarray]:
 def source(size: int) -> str:
     """Catalogue source of a size's shards."""
     return f"size {size}"
+
+
+def quality(records: np.ndarray) -> dict[str, float]:
+    """Figures of a shard: shares of Latin squares and of distinct ones; entropy of the digits over ln n, 1 if Latin."""
+    kinds = [(n, records[records["size"] == n]) for n in np.unique(records["size"]).tolist()]
+    shown = [unpack(part, min(max(1, n), SIDE)) for n, part in kinds]
+    spread = [float(entropy(np.bincount(squares.ravel()))) / np.log(max(2, squares.shape[1])) for squares in shown]
+    return {
+        "latin": float(np.concatenate([is_latin(squares) for squares in shown]).mean()),
+        "distinct": len(np.unique(records)) / len(records),
+        "entropy": float(np.average(spread, weights=list(map(len, shown)))),
+    }
+
+
+def compared(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Those of `quality` for `data.outliers`."""
+    return {name: figures.get(name, np.nan) for name in ("latin", "distinct", "entropy")}
+
+
+def mark_suspicious(folder: Path) -> None:
+    """Measure the new shards of a folder and mark outliers of each source and split. Of `build`'s own there is one of
+    each, so nothing to compare."""
+    catalogue = Catalogue(folder)
+    new = [row for row in catalogue.shards() if not (row.quality or row.remote)]
+    for row in new:
+        with suppress(ShardError):  # the loader names it
+            catalogue.set_quality(row.name, quality(np.asarray(Shard(row.path, LAYOUT).arrays["records"])))
+    mark_outliers(catalogue, [row.name for row in new], compared)
 
 
 def build(folder: Path | str, sizes: Sequence[int], count: int, seed: int) -> None:

@@ -204,7 +204,9 @@ class LatinSpec(TaskSpec[LatinConfig]):
 
     def folder(self, config: LatinConfig) -> Path:
         if config.data.source != "generated":
-            return given_folder(config.data, "generated")
+            folder = given_folder(config.data, "generated")
+            pool.mark_suspicious(folder)
+            return folder
         sizes = self.task(config).every_size
         folder = cache_root() / f"latin_{sizes[0]}-{sizes[-1]}_{config.data.squares}_seed{config.seed}"
         pool.build(folder, sizes, config.data.squares, config.seed)

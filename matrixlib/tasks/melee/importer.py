@@ -15,17 +15,21 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from scipy.stats import entropy
 
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.imports import ImportReport, ParseResult, Part, Storage, files_of, hash_of, import_each, import_logs
+from matrixlib.data.outliers import mark_outliers
 from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, write_shard
 from matrixlib.files import from_home
-from matrixlib.tasks.melee.columns import CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER
+from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER
+from matrixlib.tasks.melee.controller import HEADS
 from matrixlib.tasks.melee.replay import NoGame, Replay, ReplayError, read
 from matrixlib.tasks.melee.windows import figures, stretches
 from matrixlib.tasks.shipped import read_manifest, unpack, write_shipped
@@ -88,8 +92,20 @@ def import_replays(
     new = [file for path in named if path not in known for file in replays[path]]
     split = threshold({file_hash(file): file for file in new}, stored, holds_out)
     jobs = [(path, Slippi(known.get(path, split))) for path in named]
-    storage = Storage(LAYOUT, VERSION, SHARD, STEP, lambda rows: rows["held_out"] > 0, lambda batch: {}, figures)
+    mark = partial(mark_outliers, figures=compared)
+    storage = Storage(LAYOUT, VERSION, SHARD, STEP, lambda rows: rows["held_out"] > 0, lambda batch: {}, figures, mark)
     return import_each(jobs, Path(folder), storage, workers, progress, limit)
+
+
+def compared(quality: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of a shard that `data.outliers` compares, from its `windows.figures`: own frames a row, rate of each
+    button, entropy of each axis and of the shoulder (nats)."""
+    if "classes" not in quality:
+        return {}
+    held, frames = np.array(quality["classes"]["held"]), quality["frames"]
+    rates = zip(BUTTONS, (held[HEADS[0].logits] / max(1, frames)).tolist(), strict=True)
+    spread = {head.name: float(entropy(held[head.logits])) for head in HEADS[1:]}
+    return {"frames a row": frames / quality["records"], **dict(rates), **spread}
 
 
 def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_out: bool = False) -> str:

@@ -109,6 +109,7 @@ def linear_cka(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
 def _samples(features: Tensor, rows: Tensor) -> Tensor:
     """Samples (B * S, C), centred and normalised to avoid overflow; zeros for masked rows."""
     weight = rows.float().repeat_interleave(features.shape[2])[:, None]
+    features = features.to(torch.promote_types(features.dtype, torch.float32))  # sums overflow in fp16
     samples = torch.where(weight > 0, features.transpose(1, 2).flatten(0, 1), 0.0)
     centred = (samples - samples.sum(0) / weight.sum().clamp(min=1)) * weight
     return centred / centred.norm().clamp(min=MIN_NORM)

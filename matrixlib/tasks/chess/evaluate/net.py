@@ -15,6 +15,7 @@ from torch import Tensor
 from matrixlib.engine.network import Network
 from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.blocks import AttentionBlock
 from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.chess.uci.protocol import read_position, score_text
@@ -140,6 +141,30 @@ class Net(Network):
         parts = [boards[start : start + BOARDS_PER_BATCH] for start in range(0, len(boards), BOARDS_PER_BATCH)]
         values = [self.predict(self._pack(part))["value"] for part in parts]
         return np.concatenate([np.zeros(0, np.float32), *values])
+
+    def attention(self, board: chess.Board) -> np.ndarray:
+        """Attention weights (blocks, heads, 64, 64) of a position: what each square (axis 2) looks at (axis 3), sums 1.
+
+        Squares are python-chess's of the real board, a1 = 0, though the network may see it upside down. ValueError for
+        a network without attention blocks.
+        """
+        blocks = [block for block in self.model.modules() if isinstance(block, AttentionBlock)]
+        if not blocks:
+            raise ValueError("this network has no attention blocks: train one with model.attention.every above 0")
+        weights: list[Tensor] = []
+        look = lambda block, inputs: weights.append(block.weights(inputs[0])[0])  # noqa: E731
+        hooks = [block.register_forward_pre_hook(look) for block in blocks]
+        try:
+            with torch.inference_mode():
+                packed = {name: torch.from_numpy(array) for name, array in self._pack([board]).items()}
+                self.model(self.task.planes(to_device(packed, self.runtime.torch_device)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found = torch.stack(weights).cpu().numpy()
+        # Row 0 of the planes is rank 1 of the side to move; for Matrix0 always rank 8
+        squares = np.arange(64) ^ (56 if self.task.config.model.encoding == "matrix0" or not board.turn else 0)
+        return found[:, :, squares][:, :, :, squares]
 
     def batch(self, positions: str | Sequence[str]) -> Batch:
         """Positions (see `evaluate`) as one packed batch on the network's device, for `net.task.predict(net.model,

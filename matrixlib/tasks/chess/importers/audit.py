@@ -1,6 +1,7 @@
 """Data quality: checks and statistics of positions, outlier shards, random samples of a data set."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pandas import DataFrame, concat
 
+from matrixlib.data import outliers
 from matrixlib.data.catalogue import Catalogue, ShardRow
 from matrixlib.data.imports import import_logs
 from matrixlib.data.remote import local_path
@@ -27,8 +29,6 @@ from matrixlib.tasks.chess.records import (
 )
 
 MAX_BLOCKS = 64  # read per source for a sample, so that it takes seconds for any data set
-MIN_SHARDS = 9  # of a source and split, to look for outliers
-OUTLIER_Z = 6.0  # robust standard deviations
 COMPARED_FIGURES = [
     *("policy_mean", "policy_weight_entropy_mean", "policy_weight_entropy_std", "policy_weight_zero"),
     *("men", "ply", "black", "known_result", "known_wdl"),
@@ -122,28 +122,13 @@ def shard_quality(batch: Batch) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items() if not np.isnan(number)}
 
 
-def outlier_scores(rows: Iterable[ShardRow]) -> DataFrame:
-    """Robust z-scores of each shard's quality figures, (x - median) / scale, by shard name; only in groups of source
-    and split with MIN_SHARDS shards. scale: 1.4826 * MAD, at least 2 % of the median and 0.01."""
-    measured = [row for row in rows if row.state == "healthy" and row.quality]
-    table = DataFrame([dict(row.quality) for row in measured], [row.name for row in measured], COMPARED_FIGURES, float)
-    groups = [[row.source for row in measured], [row.split for row in measured]]
-    middle = table.groupby(groups).transform("median")
-    scale = 1.4826 * (table - middle).abs().groupby(groups).transform("median")
-    far = (table - middle) / scale.clip(lower=(0.02 * middle.abs()).clip(lower=0.01))
-    return far[(table.assign(n=1.0).groupby(groups)["n"].transform("sum") >= MIN_SHARDS).to_numpy(bool)]
+def _compared(quality: Mapping[str, Any]) -> dict[str, float]:
+    return {name: quality.get(name, np.nan) for name in COMPARED_FIGURES}
 
 
-def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
-    """Store the outlying figures of these shards in the catalogue ("outliers": figure -> z); returns them as text."""
-    rows = {row.name: row for row in catalogue.shards()}
-    found, lines = outlier_scores(rows.values()), []
-    for name in filter(set(names).__contains__, found.index):
-        far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > OUTLIER_Z}
-        if far:
-            catalogue.set_quality(name, {**rows[name].quality, "outliers": far})
-            lines.append(f"{name}: " + ", ".join(f"{figure} (z {z:+.1f})" for figure, z in far.items()))
-    return lines
+OUTLIER_Z = outliers.OUTLIER_Z
+outlier_scores = partial(outliers.outlier_scores, figures=_compared)
+mark_outliers = partial(outliers.mark_outliers, figures=_compared)
 
 
 # A folder

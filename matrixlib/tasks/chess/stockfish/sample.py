@@ -94,6 +94,8 @@ def make_set(
         )
     folder = Path(out) if out else files.reports_root() / "sample"
     shards, work = folder / "shards", folder / "work"
+    if found := files.foreign_entry(folder, (), ("shards", "work")):
+        raise ValueError(f"{folder} has other files, such as {found!r}: give another folder as `out`")
     with files.writing(folder):
         own = provenance(work)["generator"] if (work / FACTS_FILE).exists() else None
         for path in sorted(shards.rglob("*.npz")):  # do not delete shards of another source
