@@ -106,7 +106,7 @@ def selfplay(folder: Path) -> dict[str, Any]:
     import numpy as np
 
     out: dict[str, Any] = {"shards": {}, "matches": {}}
-    for path in sorted((folder / "cycle" / "shards").glob("*.npz")):
+    for path in sorted((folder / "cycle" / "shards").rglob("*.npz")):
         with np.load(path) as members:
             records = members["records"]
             columns = {name: records[name] for name in records.dtype.names if name != "game"}

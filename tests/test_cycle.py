@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import Shard
+from matrixlib.data.shards import Shard, write_shard
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json
 from matrixlib.hardware.runtime import Runtime
@@ -27,6 +28,7 @@ from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Decision, Generation, Pairs, load_cycle, read_generations
 from matrixlib.tasks import load
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices, position_ids
+from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.tictactoe.spec import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -92,7 +94,7 @@ class Script:
         self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
 
     def open_run(self, *_: Any, overrides: Any, **__: Any) -> Any:
-        self.lessons.append(overrides["curriculum"]["sources"]["stages"][0])
+        self.lessons.append({Path(name).name: weight for name, weight in overrides["data"]["source"].items()})
         if self.killed:
             raise KeyboardInterrupt
         trainer = SimpleNamespace(step=0, start_from=lambda tensors: None)
@@ -231,7 +233,7 @@ def games_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shards(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (root / "c" / "shards").glob("001_*.npz")}
+    return {path.name: path.read_bytes() for path in (root / "c" / "shards").rglob("001_*.npz")}
 
 
 @pytest.mark.filterwarnings("error:.*was not in the catalogue")  # nothing is wrong with what has just been written
@@ -331,17 +333,15 @@ def test_rolling_back_is_one_call(script: Script) -> None:
 
 def test_a_lesson_is_settled_when_the_training_begins(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a shard that is quarantined between a kill and the resume changes the run's configuration."""
-    counts = [("selfplay_001", 30), ("selfplay_002", 20), ("selfplay_002", 5)]
-    rows = [SimpleNamespace(source=source, count=count) for source, count in counts]
-    shards = Catalogue.shards
-    monkeypatch.setattr(Catalogue, "shards", lambda self, split="", **more: rows if split else shards(self, **more))
+    counts = {"001": 30, "002": 25}
+    monkeypatch.setattr(cycle, "_positions", lambda folder: counts[folder.name])
     script.train("even")
     script.killed = True
-    for quarantined in (2, 0):
+    for left in ({"002": 20}, {"001": 0}):
         with pytest.raises(KeyboardInterrupt):
             script.train("even")
-        assert script.lessons[-1] == {"selfplay_001": 30.0, "selfplay_002": 25.0}
-        del rows[quarantined]
+        assert script.lessons[-1] == {"001": 30.0, "002": 25.0}
+        counts |= left
     with pytest.raises(cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"):
         script.train("even")
 
@@ -440,6 +440,38 @@ def test_an_option_by_its_old_name_is_refused_with_the_new_one() -> None:
 def test_a_network_that_no_cycle_can_begin_with_is_refused(network: dict[str, Any], refusal: str) -> None:
     with pytest.raises(config.ConfigError, match=refusal):
         load_cycle("demo", {"network": network})
+
+
+def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: Path) -> None:
+    """The window's games share the rest by their positions; what is new is asked of games alone."""
+    sample, outside = Catalogue(unpack_sample()), reports / "outside"
+    outside.mkdir()
+    for split in ("train", "validation"):
+        rows = Shard(sample.shards(split)[0].path, LAYOUT).gather(np.arange(300))
+        about = {"generator": "test", "seed": 0, "source": "stockfish", "split": split}
+        write_shard(outside / f"{split}.npz", LAYOUT, rows, about)
+    changes = TINY | {"generations": 1, "sources": {str(outside): 0.25}}
+    (generation,) = cycle.open_cycle("demo", "cpu", "c", changes).train()
+    games, other = generation.sources["selfplay_001"], generation.sources[str(outside)]  # type: ignore[index]
+    assert other == pytest.approx(games / 3)
+    run = runs.open_run(str(reports / "c" / "network.yaml"), run="c-001", kind="cycle", overrides=read_request(reports))
+    with closing(run):
+        rows = run.data.training._batches().rows(3)
+        assert run.data.training.of_sources()[str(outside)][rows].sum() == 4
+    folder = str(reports / "c" / "shards" / "001")
+    figures = run.summary()["evaluation"]
+    assert figures["by_source"].keys() == {folder, str(outside)}
+    assert generation.new <= 1  # type: ignore[operator]
+    for sources, refusal in (({"sample": 0.5, "x": 0.5}, "leaves nothing for the games"), ({"sample": 0}, "sources")):
+        with pytest.raises(config.ConfigError, match=refusal):
+            cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": sources})
+    with pytest.raises(config.ConfigError, match="'nowhere' is no folder"):
+        cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": {"nowhere": 0.5}})
+    assert not (reports / "refused").exists()
+
+
+def read_request(root: Path) -> dict[str, Any]:
+    return dict(read_json(root / "c-001" / "run.json")["requested"])
 
 
 def test_a_cycle_begins_with_a_trained_network_and_keeps_it(reports: Path, shared: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 from cells import definitions
 from options import options_of
@@ -103,6 +104,20 @@ def preset_rows() -> list[tuple[str, ...]]:
     return rows
 
 
+def reshaped_table() -> str:
+    """Matrix0's network with other widths and depths, its heads with 16 channels each."""
+    rows = []
+    for width, blocks in ((320, 24), (256, 24), (256, 28), (256, 32)):
+        model = {"channels": width, "blocks": blocks, "attention": {"heads": width // 16}}
+        config, spec = load_config("matrix0_53m", {"model": model}), get_task("chess")
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in spec.task(config).build_model().parameters())
+        flops = spec.training_flops(config)
+        assert flops
+        rows.append((f"{width}", f"{blocks}", f"{width // 16}", f"{parameters:,}", f"{flops / 1e9:.1f}"))
+    return markdown("Channels, Blocks, Heads, Parameters, GFLOPs a position", rows)
+
+
 def duration(seconds: float) -> str:
     """In the largest unit of which there are two or more."""
     units = (("days", 86_400), ("hours", 3600), ("minutes", 60))
@@ -150,6 +165,7 @@ def own_options(task: str) -> list[tuple[str, str, str, str]]:
 OPTIONS = GUIDES / "options.md"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "presets": (GUIDES / "presets.md", presets_table),
+    "reshaped": (GUIDES / "presets.md", reshaped_table),
     "main-presets": (README, main_presets_table),
     "performance": (GUIDES / "performance.md", performance),
     "commands": (OPTIONS, commands_help),

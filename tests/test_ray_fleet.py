@@ -77,7 +77,7 @@ def test_a_node_that_is_killed_gives_its_part_back(nodes: Any, tmp_path: Path) -
 
 def contents(root: Path) -> dict[str, bytes]:
     """What a cycle leaves, but for times and durations."""
-    patterns = ("c/shards/*.npz", "c/matches/*", "c-001/checkpoints/step_*/model.safetensors")
+    patterns = ("c/shards/*/*.npz", "c/matches/*", "c-001/checkpoints/step_*/model.safetensors")
     return {str(path.relative_to(root)): path.read_bytes() for pattern in patterns for path in root.glob(pattern)}
 
 

@@ -130,6 +130,7 @@ BUDGETS = {"space": {"preset": ["demo", "small"]}, "steps": 0, "measure": "polic
         ({"measure": "top1"}, "Give `highest: true` or `highest: false`"),
         ({**EQUAL, "space": {"model.channels": [16, 32]}}, "equal: flops sets 'model.channels'"),
         ({"method": "random"}, "needs the number of `trials`"),
+        ({"tolerance": 0.1}, "`tolerance` is for a staged sweep"),
     ],
 )
 def test_what_makes_no_sense_is_told_before_anything_is_trained(options: dict[str, Any], reason: str) -> None:
@@ -343,6 +344,30 @@ def test_a_staged_sweep_keeps_what_helped(swept: Any) -> None:
     assert [row["added to"] for row in rows.values()] == ["base", "warm", "warm"]
     on = [[arm for arm in arms if trial.params[arm]] for trial in shown.values["trials"]]
     assert on == [[], ["warm"], ["warm", "slow"], ["warm", "decay"]]
+
+
+def test_a_network_is_made_smaller_where_that_is_shown_to_cost_little(swept: Any) -> None:
+    """The shipped arms in their order; each is compared with what the earlier ones left, over the same seeds."""
+    shipped = load_sweep("reduce")
+    assert [*shipped.arms] == ["rank", "value", "narrower"]
+    assert 0 < shipped.tolerance < 0.1
+
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        model = overrides["model"]
+        narrow, pooled = model["channels"] == 32, model["value"]["pool"] == "pooled"
+        noisy = 0.02 * (seed - 1) * (model["policy"]["rank"] == 16)  # an interval of +-0.05 about 0: not shown
+        return 3 + noisy + pooled * (0.01 + 0.001 * seed) + narrow * (0.03 if pooled else 0.0) + 0.1 * seed
+
+    overrides = shipped.overrides | {"validation": {"interval": 1}}
+    more = {"arms": shipped.arms, "tolerance": shipped.tolerance}
+    shown, _ = swept(loss, method="staged", space={}, seeds=3, overrides=overrides, **more)
+    rows = shown.values["rows_of_arms"]
+    assert [row["kept"] for row in rows.values()] == ["no", "yes", "no"], (
+        "cheap alone, the third is not beside the second"
+    )
+    assert [row["added to"] for row in rows.values()] == ["base", "base", "value"]
+    sizes = [trial.user_attrs["parameters"] for trial in shown.values["trials"]]
+    assert [row["parameters"] for row in rows.values()] == sizes[1:]
 
 
 # What a process makes of a trial

@@ -61,6 +61,9 @@ def open_cycle(
             raise CycleError(f"cycle name {taken!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
+    spec = get_task(config.network.task)
+    for source in config.sources:  # an unknown one is refused before any game
+        spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
     for part in ("shards", "matches"):
@@ -129,6 +132,11 @@ def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
             f"cycle '{folder.name}' was begun on '{runtime.device}'; give it another name to run it on '{device}'"
         )
     return runtime
+
+
+def _positions(folder: Path) -> int:
+    """Training positions of the games in a folder."""
+    return sum(row.count for row in Catalogue(folder).shards("train")) if folder.is_dir() else 0
 
 
 class Cycle:
@@ -213,7 +221,8 @@ class Cycle:
         todo = {first: partial(play, first) for first in starts if str(first) not in generation.chunks}
         if not todo:
             return generation
-        catalogue = Catalogue(self.folder / "shards")
+        files.make_folder(self._shards(generation.number))
+        catalogue = Catalogue(self._shards(generation.number))
         stored = games.weights_of(self.folder, config, generation.by)
         title = f"generation {generation.number}: self-play"
         with (
@@ -233,22 +242,20 @@ class Cycle:
         """Train the candidate."""
         if generation.new is not None:
             return generation
-        counts: dict[str, int] = {}
-        for row in Catalogue(self.folder / "shards").shards("train"):
-            counts[row.source] = counts.get(row.source, 0) + row.count
         if generation.sources is None:
-            generation = self._settle(generation, counts)
+            generation = self._settle(generation)
         number, sources = generation.number, generation.sources
         assert sources is not None
-        if gone := sorted(sources.keys() - counts):
+        folders = {f"selfplay_{one:03d}": self._shards(one) for one in range(1, number + 1)}
+        if gone := [name for name in sources if name in folders and not _positions(folders[name])]:
             raise CycleError(
                 f"generation {number} of cycle '{self.name}' began to learn from '{gone[0]}', of which there is no "
-                f"healthy shard left in {self.folder / 'shards'}: restore them or begin another cycle"
+                f"healthy shard left in {folders[gone[0]]}: restore them or begin another cycle"
             )
+        named = {str(folders.get(name, name)): weight for name, weight in sources.items()}
         overrides = {
             "seed": self.config.seed + number,
-            "data": {"source": str(self.folder / "shards")},
-            "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [sources]}},
+            "data": {"source": named},
             "runtime": configuration.dump(runtime_config(self.config.network, self.runtime).runtime),
         }
         preset = self.folder / "network.yaml"
@@ -265,24 +272,34 @@ class Cycle:
         top1 = run.summary()["evaluation"].get("top1")
         return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
 
-    def _settle(self, generation: Generation, counts: Mapping[str, int]) -> Generation:
-        """Fix what a candidate starts from (after a roll-back the best network) and trains on."""
+    def _shards(self, number: int) -> Path:
+        """Folder of a generation's games."""
+        return self.folder / "shards" / f"{number:03d}"
+
+    def _settle(self, generation: Generation) -> Generation:
+        """Fix what a candidate starts from (after a roll-back the best network), and the weights of what it trains on:
+        the games of recent generations by their positions, other data sets by their shares of all."""
         number, decisions = generation.number, self.decisions()
-        recent = [f"selfplay_{one:03d}" for one in range(max(1, number - self.config.window + 1), number + 1)]
+        recent = range(max(1, number - self.config.window + 1), number + 1)
+        counts = {f"selfplay_{one:03d}": count for one in recent if (count := _positions(self._shards(one)))}
+        whole = sum(counts.values()) / (1 - sum(self.config.sources.values()))
         before = read_generations(self.folder).get(number - 1)
         rolled_back = any(decision.kind == "rollback" for decision in decisions[before.known if before else 0 :])
         return generation.write(
             self.folder,
             start=self.best if rolled_back else number - 1,
-            sources={name: float(counts[name]) for name in recent if counts.get(name)},
+            sources=counts | {name: share * whole for name, share in self.config.sources.items()},
             known=len(decisions),
         )
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
-        """Top-1 on held-out positions that occur in no training game, and their share."""
+        """Top-1 on held-out positions of self-play that occur in no training game, and their share."""
         known = data.training.of_records(self.rules.keys)
-        rows = data.validation.only(~np.isin(data.validation.of_records(self.rules.keys), known))
-        share = rows.count / data.validation.count
+        own = np.logical_or.reduce(
+            [rows for name, rows in data.validation.of_sources().items() if name not in self.config.sources]
+        )
+        rows = data.validation.only(own & ~np.isin(data.validation.of_records(self.rules.keys), known))
+        share = rows.count / own.sum()
         if not rows.count:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 import safetensors.torch
 import torch
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 from torch import nn
 
-from matrixlib.config import Config, ConfigError, Count, Processes, Section, option, read_preset, validated
+from matrixlib.config import Config, ConfigError, Count, Processes, Real, Section, option, read_preset, validated
 from matrixlib.data.shards import pack_shard, select
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.network import Network
@@ -53,6 +53,9 @@ class CycleConfig(Section):
         "",
         "network of generation 0, with its architecture: a run, checkpoint or Matrix0 file; empty = random weights",
     )
+    sources: dict[str, Annotated[Real, Field(gt=0, lt=1)]] = option(
+        {}, "share of a batch for each other data set, beside the games, such as `{sample: 0.25}`"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
     generations: Count = option(6, "generations to train")
     games: Annotated[int, Field(ge=20)] = option(512, "games of self-play in a generation; every twentieth is held out")
@@ -67,6 +70,12 @@ class CycleConfig(Section):
     search: SearchOptions = SearchOptions()
     match: MatchOptions = MatchOptions()
     network: SerializeAsAny[Config]
+
+    @model_validator(mode="after")
+    def _leaves_games(self) -> CycleConfig:
+        if (total := sum(self.sources.values())) >= 1:
+            raise ValueError(f"the shares of sources are {total:g} in all, which leaves nothing for the games")
+        return self
 
 
 def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> CycleConfig:
@@ -105,10 +114,10 @@ class Generation(Section):
     `generation_000.json` exists if a roll-back preceded any decision.
 
     by: generation that plays the games and is the opponent; begun: UTC; chunks: first game -> tally. start, sources,
-    known: fixed when training starts: generation of the initial weights, weights of recent generations' positions,
-    number of decisions. top1: on held-out positions, None if the game has no such figure; top1_new: on those in no
-    training game; new: their share. match, anchor: the candidate's results by batch. rollbacks: between this decision
-    and the next.
+    known: fixed when training starts: generation of the initial weights, weights of recent generations' positions and
+    of other data sets, number of decisions. top1: on held-out positions, None if the game has no such figure; top1_new:
+    on those in no training game; new: their share. match, anchor: the candidate's results by batch. rollbacks: between
+    this decision and the next.
     """
 
     number: int

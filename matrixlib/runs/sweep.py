@@ -66,6 +66,10 @@ class SweepConfig(Section):
         "how the space is searched; `tpe` adapts to results, `staged` adds the arms one by one and keeps "
         "those that help",
     )
+    tolerance: NonNegative = option(
+        0.0,
+        "`staged`: keep an arm whose interval lies below this, in units of `measure`; above 0 to make networks smaller",
+    )
     trials: CountOrZero = option(0, "number of trials of `random` and `tpe`")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = option(0, "first seed of each trial")
     seeds: Count = option(1, "seeds of each trial, equal for all; 2 or more give intervals")
@@ -153,6 +157,7 @@ def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: 
         "nothing varies: give `space` or `arms`": not space,
         "a staged sweep has arms, no space, no compute and one worker: its stages follow": staged
         and (sweep.space or sweep.compute or sweep.workers > 1),
+        "`tolerance` is for a staged sweep": sweep.tolerance and not staged,
         f"`{method}` needs the number of `trials`": not (own_number or sweep.trials),
         f"`trials` is for random and tpe; a {method} sweep has its own number": own_number and sweep.trials,
         "give one budget: steps, minutes or compute": sum(map(bool, (sweep.steps, sweep.minutes, sweep.compute))) > 1,

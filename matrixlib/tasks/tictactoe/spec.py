@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matrixlib.config import Config, Count, CountOrZero, DataConfig, NonNegative, Section, option
+from matrixlib.config import Config, Count, CountOrZero, DataConfig, NonNegative, Section, Source, option
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Batch as Rows
@@ -158,7 +158,7 @@ LOST_ALONE, LOST = "policy: games lost", "with search: games lost"
 
 
 class TicTacToeDataConfig(DataConfig):
-    source: str = option("selfplay", "a folder of shards with a catalogue; the cycle gives its own")
+    source: Source = option("selfplay", "a folder of shards with a catalogue; the cycle gives its own")
     augment: bool = option(True, "turn each training position by a random one of the board's symmetries")
 
 
