@@ -1,27 +1,35 @@
-"""Seeded damage of files and hostile requests: whatever is asked, the answer is success or an error that names the
-thing, in a short line; nothing that existed changes."""
+"""Seeded damage of files, hostile requests and commands: whatever is asked, the answer is success or an error that
+names the thing, in a short line; nothing that existed changes."""
 
 import gzip
 import io
+import json
+import os
 import random
 import shutil
 import string
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, redirect_stderr, redirect_stdout
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import chess
+import nbformat
+import psutil
 import pytest
+from cells import run_notebook
 from networks import random_net
 from options import options_of
 
 import matrixlib
 from matrixlib.config import nest
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.runs import browse, report, watch
+from matrixlib.files import NOTEBOOKS
+from matrixlib.runs import browse, compare, cycle, notebook, report, tensorboard, watch
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.puzzles import read_epd, read_puzzles
@@ -37,6 +45,24 @@ TINY: dict[str, Any] = {
     "validation": {"limit": 64, "sample": 32},
     "checkpoint": {"interval": 1},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
+}
+SWEEP: dict[str, Any] = {
+    "steps": 2,
+    "space": {"optim.optimiser": ["adamw", "muon"]},
+    "overrides": {
+        "data": {"limit": 256},
+        "train": {"batch_size": 16},
+        "validation": {"interval": 1, "sample": 32, "limit": 64, "full_every": 1},
+        "model": {"channels": 8, "blocks": 0},
+    },
+}
+CYCLE: dict[str, Any] = {
+    "generations": 1,
+    "games": 20,
+    "chunk": 10,
+    "selfplay": {"parallel": 20, "num_simulations": 4, "num_quick_simulations": 2, "plies": 12},
+    "match": {"pairs": 2, "batch": 1, "num_simulations": 2, "plies": 12, "anchor_pairs": 1},
+    "network": {"train": {"steps": 2, "batch_size": 16}, "model": {"channels": 8, "blocks": 0}},
 }
 GAME = '[Event "x"]\n[Result "1-0"]\n\n1. e4 {[%eval 0.3]} e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n'
 PUZZLES = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl\n"
@@ -200,3 +226,162 @@ def test_a_hostile_request_is_refused_in_a_line_and_changes_nothing(
     assert after == before
     assert sorted(path.name for path in (made / "reports").iterdir() if path.name != "index.html") == ["data", "done"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reports root with a sweep `s` and a cycle `c`."""
+    root = tmp_path_factory.mktemp("searched")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("MATRIXLIB_REPORTS", str(root))
+        run_notebook("sweep", device="cpu", sweep="s", overrides=SWEEP)
+        run_notebook("cycle", device="cpu", cycle="c", overrides=CYCLE)
+    return root
+
+
+def folder_cases(root: Path) -> list[tuple[Callable[[], Any], tuple[str, ...], tuple[str, ...]]]:
+    """(what reads or resumes, beginnings of the files to damage, beginnings of what it may write)."""
+
+    def cycle_best() -> Any:
+        current = cycle.open_cycle("demo", "cpu", "c", CYCLE)
+        return current.history(), current.decisions(), current.network(current.best)
+
+    def status() -> None:
+        for name in ("s", "s-000-s0", "c", "c-001"):
+            watch.run_status(root / name)
+        browse.known_runs(), report.frame(root)
+
+    def table() -> Any:
+        return compare.results({"A": [root / "s-000-s0"], "B": [root / "s-001-s0"]})
+
+    sweep, trial = ("s/", "s-00"), "s-000-s0/"
+    pages = tuple(f"{name}/{file}" for name in ("c", "c-001") for file in ("report.html", "training.png"))
+    return [
+        (partial(run_notebook, "sweep", device="cpu", sweep="s", overrides=SWEEP), sweep, sweep),
+        (partial(run_notebook, "cycle", device="cpu", cycle="c", overrides=CYCLE), ("c",), ("c", "index.html")),
+        (cycle_best, ("c",), ()),
+        (lambda: matrixlib.load("c-001", device="cpu").evaluate(chess.STARTING_FEN), ("c-001",), ()),
+        (lambda: [report.write_report(root / name) for name in ("c", "c-001")], ("c/", "c-001/run", "c-001/m"), pages),
+        (partial(report.write_index, root), ("c/", "c-001/", "s-"), ("index.html",)),
+        (status, ("c/", "c-001/", "s-"), ()),
+        (table, sweep, ()),
+        (lambda: load_config(str(root / "s" / "best.yaml")), ("s/best",), ()),
+        (lambda: tensorboard.main([trial]), (f"{trial}run", f"{trial}metrics"), (f"{trial}events",)),
+    ]
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 10))])
+def test_a_damaged_sweep_or_cycle_is_named_and_what_else_there_is_stays(
+    searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    root = tmp_path / "reports"
+    shutil.copytree(searched, root)
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(root))
+    good, cases = contents(root), folder_cases(root)
+    for number in range(60 * part, 60 * (part + 1)):
+        draw = random.Random(number)
+        ask, reads, writes = draw.choice(cases)
+        name = draw.choice([name for name in sorted(good) if name.startswith(reads)])
+        (root / name).write_bytes(damaged(good[name], draw))
+        before = contents(root)
+        try:
+            answered(ask)
+        except Exception as error:
+            if not notebook._ours(error, error.__traceback__):
+                raise AssertionError(f"case {number}: {name}") from error
+        after = contents(root)
+        changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
+        assert [path for path in changed if not path.startswith(writes)] == [], f"case {number}: {name}"
+        for path in {*after, *good}:
+            if path not in good:
+                (root / path).unlink()
+            elif after.get(path) != good[path]:
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_bytes(good[path])
+
+
+# Commands, each in a process of its own
+
+COMMAND_SECONDS, COMMAND_BYTES = 60.0, 2 * 2**30
+NOT_SAID = ("Traceback", "KeyError", "TypeError", "AttributeError", "IndexError", "AssertionError", "OSError", " ")
+
+
+def ended(words: list[str], folder: Path, sent: bytes = b"", **env: str) -> tuple[int, str]:
+    """Exit code and stderr of a command within its limits of time and resident memory, children included."""
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err, (folder / "in").open("wb+") as given:
+        given.write(sent)
+        given.seek(0)
+        place = folder / "empty"
+        place.mkdir(exist_ok=True)
+        command = psutil.Popen(words, cwd=place, stdin=given, stdout=out, stderr=err, env=os.environ | env)
+    ends, most = time.monotonic() + COMMAND_SECONDS, 0
+    while command.poll() is None:
+        with suppress(psutil.Error):
+            most = max(most, sum(one.memory_info().rss for one in (command, *command.children(recursive=True))))
+        if time.monotonic() > ends or most > COMMAND_BYTES:
+            for one in (*command.children(recursive=True), command):
+                one.kill()
+            raise AssertionError(f"{words}: {most / 2**20:.0f} MiB, or more than {COMMAND_SECONDS:.0f} s")
+        time.sleep(0.05)
+    assert list(place.iterdir()) == []
+    return command.returncode, (folder / "err").read_text(errors="replace")
+
+
+def hostile_command(draw: random.Random, folder: Path) -> tuple[list[str], bytes, dict[str, str]]:
+    """(words, standard input, environment) of a command with something out of bounds."""
+    words = ["", "..", "/", "../done", "x" * 5000, "-1", "nan", "1e308", "auto", "a\nb", "\udcff", "données"]
+    word, module = draw.choice(words), [sys.executable, "-m"]
+    kind = draw.choice(("launch", "report", "watch", "tensorboard", "uci", "papermill", "papermill"))
+    if kind == "launch":
+        names = ("--preset", "--run", "--steps", "--device", "--ranks", "--target-loss", "MATRIXLIB_DEVICE")
+        option, value = draw.choice(names), word or "-1"
+        if option == "MATRIXLIB_DEVICE":
+            return [*module, "matrixlib.runs.launch", "--preset", "demo"], b"", {option: "nonsense"}
+        if (option, value) in {("--device", "auto"), ("--run", "auto"), ("--run", "nan"), ("--run", "1e308")}:
+            value = "a/b"  # the others would train
+        value = "a/b" if option == "--run" and value in ("données", "-1") else value
+        return [*module, "matrixlib.runs.launch", "--preset", "demo", f"{option}={value}"], b"", {}
+    if kind == "uci":
+        fen = "".join(draw.choice(string.printable) for _ in range(draw.randrange(200)))
+        lines = ["uci", f"position fen {fen}", f"position startpos moves e2e5 {word}", "go nodes -1", "go nodes 3"]
+        lines += [f"setoption name Hash value {word}", f"setoption name {word}", f"go movetime {word}", fen, "isready"]
+        sent = "\n".join(draw.sample(lines, len(lines))) + "\nquit\n"
+        run = draw.choice(("done", "done", "done", word))
+        return (
+            [*module, "matrixlib.tasks.chess.uci", f"--checkpoint={run}", "--device=cpu"],
+            sent.encode(errors="replace"),
+            {},
+        )
+    if kind == "papermill":
+        name = draw.choice(("train", "overfit", "eval", "eval", "compare", "sweep", "data", "distill", "play", "latin"))
+        cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4).cells
+        (source,) = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+        declared = [line.partition(":")[0] for line in source.splitlines() if ":" in line]
+        value = draw.choice([None, float("nan"), 2**70, "x" * 300, "../x", ["x"], {"a": {"b": 1}}])
+        given = {"run": "done"} if "run" in declared and name in ("eval", "play") else {}
+        bad = json.dumps(given | {draw.choice(declared): value}).replace("NaN", ".nan")
+        path = [str(NOTEBOOKS / f"{name}.ipynb"), str(folder / "out.ipynb")]
+        return [*module, "papermill", *path, "--no-progress-bar", "-y", bad], b"", {}
+    return [*module, f"matrixlib.runs.{kind}", draw.choice((word, "done"))], b"", {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 41))])
+def test_a_hostile_command_ends_in_a_sentence_and_changes_nothing(made: Path, tmp_path: Path, number: int) -> None:
+    draw, root = random.Random(number), tmp_path / "reports"
+    shutil.copytree(made / "reports", root)
+    run = [path for path in sorted((root / "done").rglob("*")) if path.is_file()]
+    if draw.random() < 0.5:
+        (bad := draw.choice(run)).write_bytes(damaged(bad.read_bytes(), draw))
+    before = contents(root)
+    words, sent, env = hostile_command(draw, tmp_path)
+    code, told = ended(words, tmp_path, sent, MATRIXLIB_REPORTS=str(root), MATRIXLIB_LIVE="0", **env)
+    lines = told.rstrip().splitlines() or [""]
+    assert not code or (lines[-1] and len(lines[-1]) <= LONGEST and not lines[-1].startswith(NOT_SAID)), told[-3000:]
+    assert "papermill" in words or "Traceback" not in told, told[-3000:]
+    after = contents(root)
+    if code or "matrixlib.runs.watch" in words:
+        assert {*after} - {*before} <= {"index.html"}
+    own = ("done/report.html", "done/training.png", "done/summary.json", "done/events")
+    assert [name for name in before if after[name] != before[name] and not name.startswith(own)] == []

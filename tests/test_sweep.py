@@ -159,6 +159,9 @@ def test_another_request_under_the_same_name_is_refused(reports: Path, monkeypat
     folder = open_folder("s", load_sweep("demo", {"steps": 5, "workers": 2}))
     with FileLock(folder / "lock"), pytest.raises(sweep.SweepError, match="another process"):
         run_notebook("sweep", sweep="s", overrides={"steps": 5})
+    (folder / "optuna.log").write_text('{"op_code":0,"worker_\n{}\n')
+    with pytest.raises(sweep.SweepError, match=r"optuna\.log is damaged .*restore it"):
+        run_notebook("sweep", sweep="s", overrides={"steps": 5})
     (reports / "victim").mkdir()
     write_json(reports / "victim" / "run.json", {})
     with pytest.raises(sweep.SweepError, match=r"^sweep name 'victim' is that of a training: take another"):

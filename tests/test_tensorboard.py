@@ -99,6 +99,15 @@ def test_without_the_package_or_a_run_it_says_so(
 ) -> None:
     assert tensorboard.main([str(tmp_path / "nothing")]) == tensorboard.main([]) == 1
     assert "no run at" in capsys.readouterr().err
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "mine").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("{\n{\n")
+    assert tensorboard.main([str(tmp_path)]) == 1
+    assert "expected a folder with run.json" in capsys.readouterr().err
+    assert (tmp_path / "events" / "mine").exists(), "metrics.jsonl alone does not make a folder ours to empty"
+    (tmp_path / "run.json").write_text("{}")
+    assert tensorboard.main([str(tmp_path)]) == 1
+    assert "metrics.jsonl" in capsys.readouterr().err, "a damaged log"
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match=r"pip install 'matrixlib\[tensorboard\]'"):
         tensorboard.Events(tmp_path, [])

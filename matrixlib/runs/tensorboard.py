@@ -83,8 +83,13 @@ def main(arguments: Sequence[str]) -> int:
         if not all(os.path.isfile(folder / name) for name in ("run.json", "metrics.jsonl")):
             print(f"no run at '{folder}': expected a folder with run.json and metrics.jsonl", file=sys.stderr)
             return 1
-        events = Events(folder, metrics.read(folder / "metrics.jsonl"))
-        events.close()
+        try:
+            with files.writing(folder):
+                events = Events(folder, metrics.read(folder / "metrics.jsonl"))
+                events.close()
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
         print(events.folder)
     if not arguments:
         print("name a run: python -m matrixlib.runs.tensorboard <run>", file=sys.stderr)
