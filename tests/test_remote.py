@@ -260,7 +260,7 @@ def test_a_connection_that_is_refused_is_not_called_a_missing_file(line: Line) -
         port = closed.getsockname()[1]
     with pytest.raises(RemoteError, match=r"catalogue\.sqlite could not be read in 4 tries \(ClientConnectorError: "):
         download_catalogue(f"http://127.0.0.1:{port}/set", 1)
-    with pytest.raises(RemoteError, match=r"catalogue\.sqlite is not there: is data\.source right"):
+    with pytest.raises(RemoteError, match=r"catalogue\.sqlite is not there: is the address right"):
         download_catalogue(f"http://127.0.0.1:{line.port}/{BUCKET}/none", 1)
 
 

@@ -217,12 +217,12 @@ class AttentionBlock(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """Attention weights (B, heads, 64, 64) for an input (B, C, 8, 8): row i is what square i looks at, and sums to
         1; squares in the order of the planes."""
-        identity = torch.eye(SQUARES, dtype=x.dtype, device=x.device).expand(len(x), self.heads, -1, -1)
+        identity = torch.eye(SQUARES, dtype=x.dtype, device=x.device).expand(x.shape[0], self.heads, -1, -1)
         return self._mixed(x.flatten(2).transpose(1, 2), identity)
 
     def _mixed(self, tokens: Tensor, values: Tensor | None = None) -> Tensor:
         """Weights times values (B, heads, 64, ...), by default those of the tokens (B, 64, C)."""
-        qkv = self.qkv(tokens if self.post else self.norm(tokens)).view(len(tokens), SQUARES, 3, self.heads, -1)
+        qkv = self.qkv(tokens if self.post else self.norm(tokens)).view(tokens.shape[0], SQUARES, 3, self.heads, -1)
         query, key, own = qkv.permute(2, 0, 3, 1, 4)
         attend = self._attend_clamped if self.post else self._attend
         return attend(query, key, own if values is None else values)
