@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from matrixlib.files import PARAMS
+from matrixlib.files import NAME_BYTES, PARAMS
 
 
 class ConfigError(ValueError):
@@ -37,8 +37,11 @@ def _readable(path: str) -> str:
 
 def _writable(path: str) -> str:
     place = path if os.path.exists(path) else os.path.dirname(path) or "."
-    if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
-        raise ValueError("cannot be written: give a file in an existing, writable folder")
+    long = len(os.fsencode(os.path.basename(path))) > NAME_BYTES
+    if path and (long or os.path.isdir(path) or not os.access(place, os.W_OK)):
+        raise ValueError(
+            f"cannot be written: give a file in an existing, writable folder, by a name of at most {NAME_BYTES} bytes"
+        )
     return path
 
 

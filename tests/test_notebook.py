@@ -96,6 +96,11 @@ def test_every_wrong_parameter_is_named_and_nothing_is_checked_without_papermill
             "parameter 'preset': cannot be written: give a file in an existing, wr",
         ),
         ("preset = 'no/x'", {"preset": OutputFile}, "parameter 'preset': cannot be written: give a file in an existi"),
+        (
+            f"preset = '{'x' * 250}'",
+            {"preset": OutputFile},
+            "parameter 'preset': cannot be written: give a file in an exi",
+        ),
         (f"preset = '{'x' * 5000}/y'", {"preset": OutputFile}, "parameter 'preset': cannot be written: give a file in"),
         (f"preset = '{'x' * 5000}'", {"preset": InputFile}, "parameter 'preset': there is no such file, got 'xx"),
     ],
