@@ -133,7 +133,7 @@ assert all(bool(weight.isfinite().all()) for weight in run.model.parameters())
     "cells", [(LOOK, VALUE, PARTS, CURVE), (VALUE, COMPARE, TENSORS, FAULT)], ids=["parts", "compare"]
 )
 def test_tasks_of_a_researcher_need_no_edit_of_the_package(reports: Path, tmp_path: Path, cells: list[str]) -> None:
-    """One's own games mixed half and half with the sample set are in test_import_files.py."""
+    """One's own games mixed half and half with the sample set are in test_run.py."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, *cells)])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "in.ipynb")
