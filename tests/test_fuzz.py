@@ -384,5 +384,5 @@ def test_a_hostile_command_ends_in_a_sentence_and_changes_nothing(made: Path, tm
     after = contents(root)
     if code or "matrixlib.runs.watch" in words:
         assert {*after} - {*before} <= {"index.html"}
-    own = ("done/report.html", "done/training.png", "done/summary.json", "done/events")
+    own = ("index.html", "done/report.html", "done/training.png", "done/summary.json", "done/events")
     assert [name for name in before if after[name] != before[name] and not name.startswith(own)] == []

@@ -99,11 +99,11 @@ def test_a_cycle_is_byte_for_byte_that_of_one_machine_though_a_node_is_killed(
     for kind in ("ray", "local"):
         root = tmp_path / kind
         monkeypatch.setenv("MATRIXLIB_REPORTS", str(root))
-        (root / "c").mkdir(parents=True)
-        Generation(number=1, begun=begun).write(root / "c")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            (generation,) = cycle.open_cycle("demo", "cpu", "c", SMALL | {"fleet": kind}).train()
+            current = cycle.open_cycle("demo", "cpu", "c", SMALL | {"fleet": kind})
+            Generation(number=1, begun=begun).write(root / "c")
+            (generation,) = current.train()
         assert generation.decision is not None
     assert left[1:5] == [left[0] - 1] * 4, "it was killed amid self-play"
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
