@@ -461,7 +461,8 @@ def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: 
     folder = str(reports / "c" / "shards" / "001")
     figures = run.summary()["evaluation"]
     assert figures["by_source"].keys() == {folder, str(outside)}
-    assert generation.new <= 1  # type: ignore[operator]
+    new = generation.new * figures["by_source"][folder]["positions"]  # type: ignore[operator]
+    assert new == pytest.approx(round(new)), "a share of the games' positions alone"
     for sources, refusal in (({"sample": 0.5, "x": 0.5}, "leaves nothing for the games"), ({"sample": 0}, "sources")):
         with pytest.raises(config.ConfigError, match=refusal):
             cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": sources})

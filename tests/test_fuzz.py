@@ -377,10 +377,10 @@ def test_a_hostile_command_ends_in_a_sentence_and_changes_nothing(made: Path, tm
         (bad := draw.choice(run)).write_bytes(damaged(bad.read_bytes(), draw))
     before = contents(root)
     words, sent, env = hostile_command(draw, tmp_path)
-    code, told = ended(words, tmp_path, sent, MATRIXLIB_REPORTS=str(root), MATRIXLIB_LIVE="0", **env)
-    lines = told.rstrip().splitlines() or [""]
-    assert not code or (lines[-1] and len(lines[-1]) <= LONGEST and not lines[-1].startswith(NOT_SAID)), told[-3000:]
-    assert "papermill" in words or "Traceback" not in told, told[-3000:]
+    code, said = ended(words, tmp_path, sent, MATRIXLIB_REPORTS=str(root), MATRIXLIB_LIVE="0", **env)
+    lines = said.rstrip().splitlines() or [""]
+    assert not code or (lines[-1] and len(lines[-1]) <= LONGEST and not lines[-1].startswith(NOT_SAID)), said[-3000:]
+    assert "papermill" in words or "Traceback" not in said, said[-3000:]
     after = contents(root)
     if code or "matrixlib.runs.watch" in words:
         assert {*after} - {*before} <= {"index.html"}
