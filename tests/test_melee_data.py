@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return Path(copied)
 
 
-def test_what_ships_is_whole_small_licensed_and_split_by_game() -> None:
+def test_what_ships_is_whole_small_licensed_and_split_by_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing was unpacked before: a cache hid a manifest that no longer fitted its shards."""
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
     manifest, licence = read_manifest(SAMPLE), (SAMPLE / "LICENSE").read_text()
     assert sum(file.stat().st_size for file in SAMPLE.iterdir()) < 3_000_000
     assert "MIT License" in licence
