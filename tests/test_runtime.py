@@ -25,7 +25,7 @@ OLD_MAC = replace(M3, macos=(13, 6))
 SMALL_GPU = DeviceFacts(cores=6, gpu=Gpu("RTX 3050", (8, 6), True, 4 * 2**30))
 
 POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, what must come out
-    (H200, {}, "cuda bf16 tf32 channels_last workers=4 prefetch=4 micro_batch=1024 threads=16"),
+    (H200, {}, "cuda bf16 tf32 channels_last workers=4 prefetch=4 micro_batch=1024 threads=4"),
     (replace(H200, vcache=True), {}, "workers=8 prefetch=6"),
     (replace(H200, vcache=True, cores=4), {}, "workers=3 prefetch=6 threads=4"),
     (H200, {"precision": "fp32"}, "cuda fp32 no-tf32"),

@@ -31,6 +31,7 @@ SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
 LINEAR_ROWS = 32_768
 """Most rows of a linear layer's input on MPS. Above, after a pass of another size, gradients are a thousand times too
 large while the loss is right: https://github.com/pytorch/pytorch/issues/177116."""
+HOST_THREADS = 4  # beside a GPU
 LOADER = (4, 4)  # workers and prefetch ahead of a GPU
 LOADER_VCACHE = (8, 6)  # the V-Cache rule: a large L3 helps the loader, not the update
 SERVING_SIZES: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)  # rows of a batch without training
@@ -247,6 +248,9 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
     threads = f"cores that this process may use: {facts.cores}"
     if facts.threads < facts.cores:
         threads += f", limited by OMP_NUM_THREADS={facts.thread_limit}"
+    count = facts.threads
+    if device == "cuda" and count > HOST_THREADS:
+        count, threads = HOST_THREADS, "the host's share of an update is small, and more threads make it slower"
     (most, ahead), extra = (LOADER_VCACHE, " (V-Cache rule)") if facts.vcache else (LOADER, "")
     workers = (1, "one process can prepare batches several times as fast as such a device trains on them")
     prefetch = (2, "updates made ahead by each worker")
@@ -262,7 +266,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
         micro_batch = (MICRO_BATCH[device], f"where more rows in one pass gain little: measured {MEASURED}")
     elif facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
         micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
-    return {"threads": (facts.threads, threads), "workers": workers, "prefetch": prefetch, "micro_batch": micro_batch}
+    return {"threads": (count, threads), "workers": workers, "prefetch": prefetch, "micro_batch": micro_batch}
 
 
 def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
