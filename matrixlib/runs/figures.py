@@ -221,7 +221,7 @@ def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") 
     height = 0.3 + INCHES[1] * lines
     figure = Figure(figsize=(INCHES[0], height), facecolor="none")
     # fixed margins: a layout engine would take half of the drawing time
-    figure.subplots_adjust(0.065, 0.3 / height, 0.995, 1 - 0.55 / height, wspace=0.26, hspace=0.32)
+    figure.subplots_adjust(0.065, 0.3 / height, 0.98, 1 - 0.55 / height, wspace=0.26, hspace=0.32)
     bad = [mark for mark in events if mark.bad]
     notes = [f"{mark.event} at update {mark.step:,}" for mark in bad[:3]] + [f"{len(bad) - 3} more"] * (len(bad) > 3)
     figure.suptitle(", ".join([title, *notes]), fontsize=10, color=RED if bad else GREY, y=1 - 0.08 / height, va="top")
@@ -246,10 +246,8 @@ def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
             axes.plot(*points, color=curve.colour, linewidth=0.7, alpha=0.3)
         else:
             axes.plot(*points, color=curve.colour, linewidth=1.6, label=curve.name)
-    for name, value in chart.levels:
+    for _, value in chart.levels:
         axes.axhline(value, color=GREY, linewidth=0.9, linestyle=":")
-        at = axes.get_yaxis_transform()
-        axes.text(0.99, value, name, transform=at, ha="right", va="bottom", fontsize=9, color=GREY)
     for mark in events:
         axes.axvline(mark.step, color=RED if mark.bad else GREY, linewidth=0.8, linestyle="-" if mark.bad else "--")
     if chart.log:
@@ -259,6 +257,11 @@ def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
         ratio = (high / low) ** LEGEND_SHARE if axes.get_yscale() == "log" else 1 + LEGEND_SHARE * (1 - low / high)
         axes.set_ylim(low, high * ratio)
         axes.legend(ncols=2, loc="upper left", fontsize=9, labelcolor=GREY, **LEGEND)
+    for name, value in chart.levels:
+        _, height = axes.transAxes.inverted().transform(axes.transData.transform((0, value)))
+        side = "top" if height > 0.5 else "bottom"  # inside the frame
+        where = axes.get_yaxis_transform()
+        axes.text(0.99, value, name, transform=where, ha="right", va=side, fontsize=9, color=GREY)
     for spine in axes.spines.values():
         spine.set_color(GREY)
     whole(axes, "")

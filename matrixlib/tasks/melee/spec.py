@@ -66,11 +66,15 @@ class MeleeTask(Ungated):
 
     def frame_weights(self, batch: Batch) -> Tensor | float:
         """(B, T) loss weight of each frame by the player's character; 1 unless `loss.characters`."""
-        strength = self.config.loss.characters
-        if not strength or self.statistics is None:
+        if self._character_weights is None:
             return 1.0
-        weights, own = torch.tensor(self.statistics.character_weights(strength)), batch["character"][..., 0].long()
-        return weights.to(own.device, non_blocking=True)[own]
+        own = batch["character"][..., 0].long()
+        return self._character_weights.to(own.device, non_blocking=True)[own]
+
+    @functools.cached_property
+    def _character_weights(self) -> Tensor | None:
+        strength = self.config.loss.characters
+        return torch.tensor(self.statistics.character_weights(strength)) if strength and self.statistics else None
 
     def objective(self, model: Any) -> Objective:
         """The losses, and how probabilities follow from the trained logits."""
