@@ -397,6 +397,15 @@ def test_several_data_sets_are_mixed_by_weight_and_told_apart(two_sources: Path,
         train("melee", data={"source": {"sample": 1, str(melee_sample()): 1}})
 
 
+def test_figures_of_another_task_are_told_by_source_too(tmp_path: Path) -> None:
+    copied = str(shutil.copytree(melee_sample(), tmp_path / "set"))
+    small = {"train": {"steps": 1, "batch_size": 8}, "validation": {"limit": 32, "sample": 16}}
+    run = runs.open_run("melee_demo", overrides=small | {"data": {"source": {"sample": 1, copied: 1}}})
+    for _ in run.train():
+        pass
+    assert {own["frames"] > 0 for own in run.summary()["evaluation"]["by_source"].values()} == {True}
+
+
 def test_epochs_are_a_number_of_updates(two_sources: Path) -> None:
     more = {"data": {"source": str(two_sources), "limit": 0}, "train": TINY["train"] | {"steps": "auto", "epochs": 0.5}}
     run = train("half", **more)

@@ -214,8 +214,11 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return None
 
     def evaluate(self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
-        """Held-out figures with `baselines`. sample: rows, 0 = all. Default: each term's loss with its chance level,
-        and every metric."""
+        """Held-out figures with `baselines`, and `by_source` where there are several. sample: rows, 0 = all. Default:
+        each term's loss with its chance level, and every metric."""
+        return by_source(lambda rows: self._losses(net, rows, sample), held_out)
+
+    def _losses(self, net: Network, held_out: Loader, sample: int) -> dict[str, Any]:
         from matrixlib.engine.task import active_terms
         from matrixlib.engine.validation import validate
 
@@ -386,6 +389,23 @@ def other_weights(what: str, sha256: str, record: Mapping[str, Any], when: str) 
     before = str(record.get("sha256", sha256))
     same = sha256 == before
     return "" if same else f"{what} holds other weights than when {when} ({sha256[:12]} in place of {before[:12]})"
+
+
+class NoTargets(ValueError):
+    """No held-out row has the target that the figures need."""
+
+
+def by_source(figures: Callable[[Loader], dict[str, Any]], held_out: Loader) -> dict[str, Any]:
+    """Figures of held-out rows; of several sources, also `by_source`: those of each, {} of one that has none."""
+    whole, sources = figures(held_out), held_out.of_sources()
+
+    def of(rows: np.ndarray) -> dict[str, Any]:
+        try:
+            return figures(held_out.only(rows))
+        except NoTargets:
+            return {}
+
+    return whole | ({"by_source": {name: of(rows) for name, rows in sources.items()}} if len(sources) > 1 else {})
 
 
 def figures_table(evaluation: Mapping[str, Any]) -> Any:

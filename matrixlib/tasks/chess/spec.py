@@ -23,6 +23,7 @@ from matrixlib.tasks.spec import (
     GameSpec,
     Overfit,
     TaskSpec,
+    by_source,
     find_run,
     given_folder,
     load_network,
@@ -157,9 +158,12 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
 
+        def own(rows: Loader) -> dict[str, Any]:
+            return figures.held_out(net, rows, sample)
+
         teacher = net.task.config.teacher.network
         if not teacher:
-            return figures.by_source(net, held_out, sample)
+            return by_source(own, held_out)
         try:
             other = load(teacher, "", net.runtime.device)
             problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
@@ -167,7 +171,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
             problem = str(error)
         if problem:
             warnings.warn(f"no comparison with the teacher: {problem}", stacklevel=2)
-            return figures.by_source(net, held_out, sample)
+            return by_source(own, held_out)
         return figures.agreement(net, other, held_out, sample)
 
     def headline(self, figures: Mapping[str, Any]) -> str:

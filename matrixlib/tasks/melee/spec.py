@@ -31,7 +31,7 @@ from matrixlib.tasks.melee.importer import unpack_sample
 from matrixlib.tasks.melee.model import MeleeNet, Objective, likeliest, log_likelihood
 from matrixlib.tasks.melee.player import export
 from matrixlib.tasks.melee.windows import count
-from matrixlib.tasks.spec import Check, Overfit, TaskSpec, given_folder
+from matrixlib.tasks.spec import Check, Overfit, TaskSpec, by_source, given_folder
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,12 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Log-likelihoods and onsets of held-out frames, with repeating as baseline."""
         config = net.task.config
-        batches = held_out.sequential(config.validation.batch_size, sample=sample)
-        return imitation.figures(imitation.judge(net, batches, config.seed))
+
+        def figures(rows: Loader) -> dict[str, Any]:
+            batches = rows.sequential(config.validation.batch_size, sample=sample)
+            return imitation.figures(imitation.judge(net, batches, config.seed))
+
+        return by_source(figures, held_out)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         total, onsets = figures["total"], figures["onsets"]

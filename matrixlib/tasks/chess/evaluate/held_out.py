@@ -13,11 +13,7 @@ from matrixlib.engine.validation import validate
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.losses import value_target
 from matrixlib.tasks.chess.records import captured_value
-
-
-class NoTargets(ValueError):
-    """No held-out position has a policy target."""
-
+from matrixlib.tasks.spec import NoTargets
 
 MIN_MOVES = 3  # for a correlation: two points always lie on a line
 
@@ -59,21 +55,6 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
         figures["wdl_accuracy"] = metrics["value/accuracy"]
         figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
     return figures
-
-
-def by_source(net: Net, loader: Loader, sample: int = 0) -> dict[str, Any]:
-    """`held_out`; of several sources, also `by_source`: the figures of each, {} of one without policy targets."""
-    figures, sources = held_out(net, loader, sample), loader.of_sources()
-    if len(sources) > 1:
-        figures["by_source"] = {name: _of_source(net, loader.only(rows), sample) for name, rows in sources.items()}
-    return figures
-
-
-def _of_source(net: Net, loader: Loader, sample: int) -> dict[str, Any]:
-    try:
-        return held_out(net, loader, sample)
-    except NoTargets:
-        return {}
 
 
 def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, float]:
