@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent  # None if installed, with presets and notebooks
 PARAMS = (CHECKOUT or PACKAGE) / "params"
+SHIPPED = PACKAGE / "tasks/chess/shipped"
+"""Run folder of the network that comes with the package; its name stands for it wherever a run is named."""
 NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
 NAME_BYTES = 200  # of a run's name: file systems allow 255, and file names are derived from it
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
@@ -51,6 +53,12 @@ def reports_root() -> Path:
     with writing(root), suppress(FileNotFoundError):
         root.stat()
     return root
+
+
+def folder_of(run: str | Path) -> Path:
+    """Folder of a run's name below the reports root; that of SHIPPED for its name, if no own run has it."""
+    folder = reports_root() / run
+    return SHIPPED if run == SHIPPED.name and not folder.exists() else folder
 
 
 def cache_root() -> Path:

@@ -64,7 +64,7 @@ def test_runs_are_listed_newest_first_and_headless_there_is_no_widget(
     (reports / "data").mkdir()
     monkeypatch.setitem(sys.modules, "ipywidgets", None)  # an import of it would fail
     shown = look(against="newer")
-    assert shown.values["names"] == ["newer", "older"]
+    assert shown.values["names"] == ["newer", "older", "shipped"]
     assert re.search(r"newer +PASS +2 *\n.*older +no verdict +2 +top-1 9%", shown.text)
     titles = [axes.get_title() for axes in shown.values["pictures"].axes]
     assert titles == ["policy loss", "gradient norm"], "what both have; total losses are of two objectives"

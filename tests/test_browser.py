@@ -18,6 +18,8 @@ from networks import random_net, save_run
 from playwright.sync_api import Page
 from test_browse import make_run
 
+from matrixlib.runs.run import open_run
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "reports" / "e2e"
@@ -189,7 +191,9 @@ def test_a_rollback_is_seen(lab: tuple[Path, str, Page], reports: Path) -> None:
 
 def test_menus_draw_again(lab: tuple[Path, str, Page], reports: Path) -> None:
     folder, address, page = lab
-    make_run(reports, "other", "2026-01-01T00:00:00Z", complete=False)  # so that a demo is trained beside it
+    make_run(reports, "other", "2026-01-01T00:00:00Z", complete=False)
+    for _ in open_run("demo", "cpu").train():
+        pass
     path = copy_notebook("browse", folder)
     browse = Lab(page, address, "browse", PICTURES)
     browse.open()

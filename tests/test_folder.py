@@ -78,7 +78,7 @@ def test_damaged_neighbours_are_left_out_and_named_once(reports: Path, broken: l
         warnings.simplefilter("error")
         assert runs.finished_run().name == "whole"
         assert runs.finished_run("whole").name == "whole"
-        assert browse.known_runs() == ["whole"]
+        assert browse.known_runs() == ["whole", "shipped"]
         assert name_run("demo").startswith("demo-")
     with pytest.raises(runs.RunError, match=r"^no complete run 'absent'; complete runs: whole$"):
         runs.finished_run("absent")

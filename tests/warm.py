@@ -158,9 +158,10 @@ def compile_kernels() -> None:
     from matrixlib.tasks import get_task, load_config
     from matrixlib.tasks.chess.game import ChessGame
 
-    for preset, task in (("demo", "chess"), ("latin_demo", "latin")):
-        spec = get_task(task)
-        config = load_config(preset, spec.viewer_overrides)
+    every_head = {"model": {"ssl": ["piece", "threat", "pin", "fork", "control"]}}
+    for preset, changes in (("demo", every_head), ("latin_demo", {})):
+        config = load_config(preset, changes)
+        spec = get_task(config.task)
         Loader(Catalogue(spec.folder(config)).shards("train"), spec.layout, 64, 0, spec.task(config).prepare).batch(0)
     tree = Search(ChessGame(), uniform, SearchOptions(), 1)
     tree.reset(0, ChessGame().initial(1))

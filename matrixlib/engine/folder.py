@@ -34,7 +34,9 @@ def name_conflict(name: str, file: str) -> str:
     """Why no folder of the kind that has this file (of `KINDS`) can have this name below the reports root, or ""."""
     if problem := files.name_problem(name):
         return problem
-    folder = files.reports_root() / name
+    folder = files.folder_of(name)
+    if folder == files.SHIPPED:
+        return "is that of the network that comes with the package: take another"
     others = [kind for other, kind in KINDS.items() if other != file and (folder / other).exists()]
     if others:
         return f"is that of {others[0]}: take another"

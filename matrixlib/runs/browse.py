@@ -25,8 +25,9 @@ NETWORKS = 4  # kept in memory
 
 
 def known_runs() -> list[str]:
-    """Names of runs with metrics, newest first."""
-    return [run.name for run in intact_runs() if (run.path / "metrics.jsonl").exists()]
+    """Names of runs with metrics, newest first; then `shipped`."""
+    own = [run.name for run in intact_runs() if (run.path / "metrics.jsonl").exists()]
+    return own + [files.SHIPPED.name] * (files.SHIPPED.name not in own)
 
 
 def runs_like(run: str, names: Sequence[str], device: str = "auto") -> list[str]:
@@ -125,7 +126,7 @@ def below_menus(
 
 
 def _folder(run: str) -> Path:
-    return Path(run) if is_file(run) else files.reports_root() / run
+    return Path(run) if is_file(run) else files.folder_of(run)
 
 
 def _config(run: str, device: str) -> Config:

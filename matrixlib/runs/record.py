@@ -123,8 +123,8 @@ def locked(folder: Path) -> bool:
 
 
 def complete_run(name: str) -> Path:
-    """Folder of a complete run; ValueError if absent or damaged."""
-    folder = files.reports_root() / name
+    """Folder of a complete run, or of the network `shipped`; ValueError if absent or damaged."""
+    folder = files.folder_of(name)
     if not files.name_problem(name) and (folder / "run.json").exists() and read_run(folder).complete:
         return folder
     known = ", ".join(sorted(run.name for run in intact_runs() if run.complete)) or "none yet"

@@ -17,7 +17,7 @@ from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.data.remote import download_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Phase, SourceCurriculumConfig
 from matrixlib.engine.parts import Parts
-from matrixlib.files import from_home, read_json, reports_root
+from matrixlib.files import SHIPPED, folder_of, from_home, read_json
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 
@@ -123,8 +123,6 @@ class TaskSpec(ABC, Generic[ConfigT]):
     """Where it is a game for two."""
     next_steps: ClassVar[str] = "look into the network with eval.ipynb and browse.ipynb (make lab)"
     """What to do with a trained network, for people; `{run}` stands for its run's folder."""
-    viewer_overrides: ClassVar[Mapping[str, Any]] = {}
-    """Overrides of its demo preset by which a viewer has all that there is to show."""
 
     @property
     @abstractmethod
@@ -291,7 +289,7 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
 
 
 def find_run(run: str | Path) -> tuple[Path, str]:
-    """(folder, checkpoint) of a run's folder, a name under reports/, or a checkpoint folder.
+    """(folder, checkpoint) of a run's folder, a name under reports/, a checkpoint folder, or `shipped`.
 
     checkpoint: `best` unless named. For a file: its path and no checkpoint. ValueError if nothing is there.
     """
@@ -299,14 +297,14 @@ def find_run(run: str | Path) -> tuple[Path, str]:
         raise ValueError(f"give a run's folder or name, not {run!r}")
     if os.path.isfile(run):
         return Path(run), ""
-    for folder in (Path(run), reports_root() / run):
+    for folder in (Path(run), folder_of(run)):
         if os.path.exists(folder / "config.yaml"):
             return folder, "best"
         if os.path.exists(folder / "state.json") and (folder.resolve().parents[1] / "config.yaml").exists():
             return folder.resolve().parents[1], folder.resolve().name
     raise ValueError(
-        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, one of its checkpoints, or the "
-        "file of a network (.pb.gz, .pt, .onnx)"
+        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, one of its checkpoints, the "
+        f"file of a network (.pb.gz, .pt, .onnx), or '{SHIPPED.name}'"
     )
 
 
@@ -356,9 +354,14 @@ def load_network(
 
 def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint:
     """A checkpoint of a run's folder. CheckpointError if missing or damaged."""
-    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 
-    return Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
+    try:
+        return Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
+    except CheckpointError as error:
+        if folder != SHIPPED:
+            raise
+        raise CheckpointError(f"the network of the package is damaged ({error}): install the package again") from error
 
 
 def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "") -> Runtime:

@@ -14,7 +14,7 @@ from matrixlib.config import validated
 from matrixlib.data.shards import file_hash
 from matrixlib.engine.folder import read_run_config
 from matrixlib.tasks.chess import bitboard, ssl_targets
-from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
+from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.game import ChessGame, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, position_hashes
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
@@ -99,7 +99,6 @@ class ChessSpec(TaskSpec[ChessConfig]):
         "look into the network with eval.ipynb, ssl.ipynb and browse.ipynb (make lab),\n"
         "      or play against it: matrixlib-uci --checkpoint {run}"
     )
-    viewer_overrides = {"model": {"ssl": list(SSL_CHANNELS)}}
 
     def with_parts(self, task: Any, parts: Parts) -> ChessTask:
         return replace(task, trunk=parts.trunk, heads=parts.heads, loss_functions=parts.losses)

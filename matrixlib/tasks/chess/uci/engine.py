@@ -24,7 +24,7 @@ import chess.syzygy
 import numpy as np
 
 from matrixlib.engine.folder import newest_complete
-from matrixlib.files import reports_root
+from matrixlib.files import SHIPPED
 from matrixlib.hardware.machine import set_waiting_policy
 from matrixlib.play.search import SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint",
         default="",
-        help="run, name under reports/, checkpoint folder or network file; default: the newest finished chess run",
+        help="run, name under reports/, checkpoint folder or network file; default: the newest finished chess run, "
+        "else `shipped`, the network of the package",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument(
@@ -79,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     set_waiting_policy()
     try:
-        if not (run := flags.checkpoint or newest_complete("chess")):
-            raise ValueError(f"no finished chess run in {reports_root()}: give one with --checkpoint")
-        folder, checkpoint = find_run(run)
+        folder, checkpoint = find_run(flags.checkpoint or newest_complete("chess") or SHIPPED)
         protocol.parse_option(f"name Simulations value {flags.simulations}")
     except ValueError as error:
         parser.error(str(error))
