@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import Shard, write_shard
+from matrixlib.data.shards import Shard, read_info, write_shard
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json
 from matrixlib.hardware.runtime import Runtime
@@ -144,6 +144,8 @@ def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycl
     assert (records["source"] == 9).all()
     for g in history:
         assert sum(g.selfplay[result] for result in ("wins", "draws", "losses", "unknown")) == 20
+        assert sum(count for name, count in g.selfplay.items() if name.startswith("by ")) == 20
+        assert g.selfplay["by ply limit"] == g.selfplay["unknown"]
         assert (sum(g.pairs("match")), sum(g.pairs("anchor"))) == (2, 1)
     games = set()
     for row in Catalogue(whole / "c" / "shards").shards("validation"):
@@ -153,6 +155,9 @@ def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycl
         assert np.array_equal(index, batch["policy_index"])
         assert np.array_equal(offset, batch["policy_offset"])
     assert len(games) == 2, "one game in twenty is held out"
+    endings = [read_info(row.path).meta["generator"]["endings"] for row in Catalogue(whole / "c" / "shards").shards()]
+    named = {game for shard in endings for ids in shard.values() for game in ids}
+    assert named == set(records["game"].tolist()), "a shard says how its results came about"
 
 
 def test_the_candidate_goes_on_from_the_network_before_it(whole: Path, opened: cycle.Cycle) -> None:

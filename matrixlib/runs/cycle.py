@@ -64,6 +64,7 @@ def open_cycle(
     spec = get_task(config.network.task)
     for source in config.sources:  # an unknown one is refused before any game
         spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
+    games.judges(config)  # refuse missing tables before any game
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
     for part in ("shards", "matches"):

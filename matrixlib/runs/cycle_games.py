@@ -26,7 +26,7 @@ from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import States, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
-from matrixlib.play.selfplay import SelfPlayOptions, play_games, tally
+from matrixlib.play.selfplay import Judges, SelfPlayOptions, play_games, tally
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import TASKS, get_task, task_of, validate_config
 from matrixlib.tasks.spec import GameSpec, weights
@@ -197,6 +197,15 @@ def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
     return get_task(config.network.task).network(model, config.network, runtime)
 
 
+def judges(config: CycleConfig) -> Judges:
+    """Who judges self-play games that are cut off. ConfigError if the game has no such thing, or no tables are
+    found."""
+    try:
+        return rules(config).judges(config.selfplay.syzygy, config.selfplay.material)
+    except ValueError as error:
+        raise ConfigError(f"selfplay: {error}") from error
+
+
 def _model(config: CycleConfig) -> nn.Module:
     return get_task(config.network.task).task(config.network).build_model()
 
@@ -228,14 +237,16 @@ def play_chunk(
     seed = config.seed * 1_000_003 + generation.number
     began = time.monotonic()
     numbers = range(first, min(first + config.chunk, config.games))
-    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed))
+    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed, judges(config)))
     traces.sort(key=lambda trace: trace.number)
     hashes = {n: hashlib.blake2b(f"{cycle}/{generation.number}/{n}".encode(), digest_size=8) for n in numbers}
     ids = {n: int.from_bytes(named.digest(), "little") for n, named in hashes.items()}
     batch = game.batch(traces, ids)
     outside = np.array([ids[number] for number in numbers if number % HELD_OUT == HELD_OUT - 1], np.uint64)
     validation = np.isin(batch["records"]["game"], outside)
+    endings = {ending: [ids[t.number] for t in traces if t.ending == ending] for ending in {t.ending for t in traces}}
     origin = {"cycle": cycle, "generation": generation.number, "by": generation.by, "first": first}
+    origin["endings"] = endings  # how results came about -> ids of games, as in the records
     source = f"selfplay_{generation.number:03d}"
     meta = {"source": source, "generator": origin, "seed": seed, "created": generation.begun}
     shards = {}
