@@ -22,10 +22,13 @@ from filelock import FileLock
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.data.shards import read_info
 from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
+from matrixlib.engine.task import active_terms
+from matrixlib.engine.validation import validate
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -259,19 +262,24 @@ class Cycle:
             "data": {"source": named},
             "runtime": configuration.dump(runtime_config(self.config.network, self.runtime).runtime),
         }
+        if generation.steps:
+            overrides["train"] = {"steps": generation.steps}
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
         run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
                 run.trainer.start_from(named_tensors(self.network(generation.start).model))
+                if self.config.carry and generation.start:
+                    run.trainer.carry_on(games.newest_checkpoint(self.folder, self.config, generation.start))
             title = f"generation {number}: training from {generation.start}"
             with live_bar(initial=run.trainer.step, total=run.steps, desc=title, unit="update") as bar:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
                     bar.update()
         top1 = run.summary()["evaluation"].get("top1")
-        return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
+        measured = self._on_new(run.data, number) | {"value_loss": self._value_loss(run.data, number)}
+        return generation.write(self.folder, top1=top1, **measured)
 
     def _shards(self, number: int) -> Path:
         """Folder of a generation's games."""
@@ -279,32 +287,52 @@ class Cycle:
 
     def _settle(self, generation: Generation) -> Generation:
         """Fix what a candidate starts from (after a roll-back the best network), and the weights of what it trains on:
-        the games of recent generations by their positions, other data sets by their shares of all."""
-        number, decisions = generation.number, self.decisions()
-        recent = range(max(1, number - self.config.window + 1), number + 1)
-        counts = {f"selfplay_{one:03d}": count for one in recent if (count := _positions(self._shards(one)))}
-        whole = sum(counts.values()) / (1 - sum(self.config.sources.values()))
+        the games of recent generations by their positions, other data sets by their shares of all; and its updates."""
+        number, decisions, config = generation.number, self.decisions(), self.config
+        rows = [_positions(self._shards(one)) for one in range(1, number + 1)]
+        first = max(1, number - config.recent(rows) + 1)
+        counts = {f"selfplay_{one:03d}": count for one, count in enumerate(rows, 1) if count and one >= first}
+        shares = config.shares(number)
+        whole = sum(counts.values()) / (1 - sum(shares.values()))
         before = read_generations(self.folder).get(number - 1)
         rolled_back = any(decision.kind == "rollback" for decision in decisions[before.known if before else 0 :])
         return generation.write(
             self.folder,
             start=self.best if rolled_back else number - 1,
-            sources=counts | {name: share * whole for name, share in self.config.sources.items()},
+            sources=counts | {name: share * whole for name, share in shares.items()},
             known=len(decisions),
+            steps=config.updates(number, rows[-1]),
         )
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
         """Top-1 on held-out positions of self-play that occur in no training game, and their share."""
-        known = data.training.of_records(self.rules.keys)
-        own = np.logical_or.reduce(
-            [rows for name, rows in data.validation.of_sources().items() if name not in self.config.sources]
-        )
-        rows = data.validation.only(own & ~np.isin(data.validation.of_records(self.rules.keys), known))
-        share = rows.count / own.sum()
+        known, games = data.training.of_records(self.rules.keys), self._games(data.validation)
+        rows = games.only(~np.isin(data.validation.of_records(self.rules.keys), known))
+        share = rows.count / max(1, games.count)
         if not rows.count:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
         return {"new": share, "top1_new": figures.get("top1")}
+
+    def _games(self, loader: Loader) -> Loader:
+        """The rows of self-play in a loader."""
+        masks = [rows for name, rows in loader.of_sources().items() if name not in self.config.sources]
+        return loader.only(np.logical_or.reduce(masks))
+
+    def _value_loss(self, data: RunData, number: int) -> dict[str, float]:
+        """Value loss on self-play positions trained on (as many as are held out), on held-out ones, and chance."""
+        if "value" not in active_terms(data.task):
+            return {}
+        net, held_out, losses = self.network(number), self._games(data.validation), dict[str, float]()
+        training = self._games(data.training.prepared_by(data.task.prepare_plain))
+        for name, loader in (("train", training), ("held out", held_out)):
+            batches = list(loader.sequential(data.config.validation.batch_size, sample=held_out.count))
+            measured = validate(data.task, net.model, batches, net.runtime, frozenset({"value"}), "full")
+            if measured is None or "value" not in measured.losses:  # no game has a result
+                return {}
+            losses[name] = measured.losses["value"]
+            chance = sum(data.task.bounds(batch)["value"][0] for batch in batches) / measured.counts["value"]
+        return losses | {"chance": chance}
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""
