@@ -195,13 +195,21 @@ def test_updates_follow_the_new_rows_and_the_optimizer_is_carried_on(whole: Path
     measured = [row["validation"] for row in read_rows(whole / "c-001" / "metrics.jsonl") if row.get("validation")]
     assert history[0].value_loss["held out"] == pytest.approx(measured[-1]["losses"]["value"], rel=1e-4)
     assert history[0].value_loss["chance"] == pytest.approx(np.log(3))
+    assert [g.value_loss["error"] >= 1 for g in history] == [True, False], "one held-out game says nothing, two do"
 
 
 @pytest.mark.parametrize(
-    ("train", "held_out", "by_heart"), [(0.5, 0.6, False), (0.5, 0.9, True), (0.9, 1.2, True), (1.08, 1.12, False)]
+    ("train", "held_out", "error", "by_heart"),
+    [
+        (0.5, 0.6, 0.0, False),
+        (0.5, 0.9, 0.09, True),
+        (0.5, 0.9, 0.11, False),
+        (0.9, 1.2, 0.05, True),
+        (1.08, 1.3, 0, False),
+    ],
 )
-def test_values_learned_by_heart_are_named(train: float, held_out: float, by_heart: bool) -> None:
-    loss = {"train": train, "held out": held_out, "chance": float(np.log(3))}
+def test_values_learned_by_heart_are_named(train: float, held_out: float, error: float, by_heart: bool) -> None:
+    loss = {"train": train, "held out": held_out, "error": error, "chance": 1.1}
     generation = Generation(number=1, chunks={"0": {"games": 20}}, value_loss=loss)
     assert (generation.by_heart, "by heart" in str(generation)) == (by_heart, by_heart)
 

@@ -306,33 +306,43 @@ class Cycle:
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
         """Top-1 on held-out positions of self-play that occur in no training game, and their share."""
-        known, games = data.training.of_records(self.rules.keys), self._games(data.validation)
-        rows = games.only(~np.isin(data.validation.of_records(self.rules.keys), known))
-        share = rows.count / max(1, games.count)
+        known, games = data.training.of_records(self.rules.keys), self._of_games(data.validation)
+        rows = data.validation.only(games & ~np.isin(data.validation.of_records(self.rules.keys), known))
+        share = rows.count / max(1, games.sum())
         if not rows.count:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
         return {"new": share, "top1_new": figures.get("top1")}
 
-    def _games(self, loader: Loader) -> Loader:
-        """The rows of self-play in a loader."""
-        masks = [rows for name, rows in loader.of_sources().items() if name not in self.config.sources]
-        return loader.only(np.logical_or.reduce(masks))
+    def _of_games(self, loader: Loader) -> np.ndarray:
+        """Mask (N,) of a loader's rows of self-play."""
+        rows = [own for name, own in loader.of_sources().items() if name not in self.config.sources]
+        return np.logical_or.reduce([np.zeros(loader.count, bool), *rows])
 
     def _value_loss(self, data: RunData, number: int) -> dict[str, float]:
-        """Value loss on self-play positions trained on (as many as are held out), on held-out ones, and chance."""
+        """`Generation.value_loss` of a candidate; of as many positions trained on as are held out."""
         if "value" not in active_terms(data.task):
             return {}
-        net, held_out, losses = self.network(number), self._games(data.validation), dict[str, float]()
-        training = self._games(data.training.prepared_by(data.task.prepare_plain))
-        for name, loader in (("train", training), ("held out", held_out)):
-            batches = list(loader.sequential(data.config.validation.batch_size, sample=held_out.count))
-            measured = validate(data.task, net.model, batches, net.runtime, frozenset({"value"}), "full")
-            if measured is None or "value" not in measured.losses:  # no game has a result
-                return {}
-            losses[name] = measured.losses["value"]
-            chance = sum(data.task.bounds(batch)["value"][0] for batch in batches) / measured.counts["value"]
-        return losses | {"chance": chance}
+        net, held_out = self.network(number), data.validation
+
+        def sums(loader: Loader, sample: int = 0) -> tuple[float, float, int]:
+            """Of value loss and chance over rows with a value, and their number."""
+            batches = list(loader.sequential(data.config.validation.batch_size, sample=sample))
+            found = validate(data.task, net.model, batches, net.runtime, frozenset({"value"}), "full")
+            if found is None or not (count := found.counts["value"]):
+                return 0.0, 0.0, 0
+            return found.losses["value"] * count, sum(data.task.bounds(batch)["value"][0] for batch in batches), count
+
+        own, games = self._of_games(held_out), held_out.of_records(lambda records: records["game"])
+        by_game = np.array([sums(held_out.only(own & (games == game))) for game in np.unique(games[own])])
+        training = data.training.prepared_by(data.task.prepare_plain)
+        train, _, trained = sums(training.only(self._of_games(training)), int(own.sum()))
+        if not (trained and by_game[:, 2].any()):
+            return {}
+        loss, chance, count = by_game.sum(0)
+        error = np.sqrt(((by_game[:, 0] - by_game[:, 2] * loss / count) ** 2).sum()) if len(by_game) > 1 else chance
+        figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
+        return {name: float(value) for name, value in figures.items()}
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""

@@ -48,7 +48,7 @@ from matrixlib.tasks.spec import GameSpec, weights
 TRIAL_GAMES = 4
 START = "start.safetensors"  # weights of generation 0, of `start`
 WINDOW_LAW = 0.75, 0.4  # power, and positions that the window grows by for each new one at first
-BY_HEART = 0.5, 0.05  # see `Generation.by_heart`
+BY_HEART_RATIO, BY_HEART_GAIN = 0.5, 0.05  # see `Generation.by_heart`
 HELD_OUT = 20  # one in so many games is held out
 Share: TypeAlias = Annotated[Real, Field(gt=0, lt=1)]
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
@@ -173,8 +173,9 @@ class Generation(Section):
     sources, known, steps: fixed when training starts: generation of the initial weights, weights of recent
     generations' positions and of other data sets, number of decisions, updates (0: as the network's configuration
     says). top1: on held-out positions, None if the game has no such figure; top1_new: on those in no training game;
-    new: their share. value_loss: on positions of the games trained on, on held-out ones, and chance; empty without
-    such a term. match, anchor: the candidate's results by batch. rollbacks: between this decision and the next.
+    new: their share. value_loss: on positions of the games trained on, on held-out ones, its standard error over
+    games, and chance; empty without such a term. match, anchor: the candidate's results by batch. rollbacks:
+    between this decision and the next.
     """
 
     number: int
@@ -185,7 +186,7 @@ class Generation(Section):
     sources: dict[str, float] | None = None
     known: int = 0
     steps: int = 0
-    value_loss: dict[Literal["train", "held out", "chance"], float] = {}
+    value_loss: dict[Literal["train", "held out", "error", "chance"], float] = {}
     top1: float | None = None
     top1_new: float | None = None
     new: float | None = None
@@ -202,12 +203,11 @@ class Generation(Section):
     @property
     def by_heart(self) -> bool:
         """Whether values were learned by heart: of what is gained over chance on the games trained on, if it is
-        anything (0.05 nats), less than half is gained on held-out games."""
-        if not self.value_loss:
+        anything (0.05), less than half is gained on held-out games, by more than the standard error."""
+        if not (loss := self.value_loss):
             return False
-        train, held_out = (self.value_loss["chance"] - self.value_loss[name] for name in ("train", "held out"))
-        share, least = BY_HEART
-        return train > least and held_out < share * train
+        train, held_out = loss["chance"] - loss["train"], loss["chance"] - loss["held out"]
+        return train > BY_HEART_GAIN and held_out + loss["error"] < BY_HEART_RATIO * train
 
     @property
     def selfplay(self) -> Tally:
