@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import Shard, write_shard
+from matrixlib.data.shards import Shard, read_info, write_shard
+from matrixlib.engine.metrics import read as read_rows
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json
 from matrixlib.hardware.runtime import Runtime
@@ -36,10 +37,12 @@ TINY: dict[str, Any] = {
     "generations": 2,
     "games": 20,
     "chunk": 5,
+    "row_uses": 0.8,
+    "carry": True,
     "selfplay": {"parallel": 20, "num_simulations": 4, "num_quick_simulations": 2, "plies": 12},
     "match": {"pairs": 2, "batch": 1, "num_simulations": 2, "plies": 12, "anchor_pairs": 1},
     "network": {
-        "train": {"steps": 6, "batch_size": 16},
+        "train": {"batch_size": 16},
         "validation": {"interval": 3, "sample": 16},
         "checkpoint": {"interval": 2},
         "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
@@ -77,12 +80,14 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class Script:
     """A cycle in which nothing is computed: `train` says what the matches come to, each won, lost or even for the
-    candidate, or interrupted. lessons: sources of the trainings; killed: whether those end before they have begun."""
+    candidate, or interrupted. lessons: sources of the trainings; updates: of each, 0 by preset; killed: whether those
+    end before they have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.matches: list[str] = []
         self.opponents: list[tuple[int, int]] = []
         self.lessons: list[dict[str, float]] = []
+        self.updates: list[int] = []
         self.killed = False
         network = SimpleNamespace(model=torch.nn.Linear(1, 1), training=False, task=None)
         monkeypatch.setattr(cycle_games, "weights_of", lambda *_: b"")
@@ -90,14 +95,17 @@ class Script:
         monkeypatch.setattr(cycle_games, "play_chunk", lambda *_: ({"games": 5, "seconds": 1.0}, {}))
         monkeypatch.setattr(runs, "open_run", self.open_run)
         monkeypatch.setattr(cycle_games, "play_part", self.play_part)
+        monkeypatch.setattr(cycle_games, "newest_checkpoint", lambda *_: None)
         monkeypatch.setattr(cycle.Cycle, "_on_new", lambda *_: {"new": 0.5})
+        monkeypatch.setattr(cycle.Cycle, "_value_loss", lambda *_: {})
         self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
 
     def open_run(self, *_: Any, overrides: Any, **__: Any) -> Any:
         self.lessons.append({Path(name).name: weight for name, weight in overrides["data"]["source"].items()})
+        self.updates.append(overrides.get("train", {}).get("steps", 0))
         if self.killed:
             raise KeyboardInterrupt
-        trainer = SimpleNamespace(step=0, start_from=lambda tensors: None)
+        trainer = SimpleNamespace(step=0, start_from=lambda tensors: None, carry_on=lambda checkpoint: None)
         summary: dict[str, Any] = {"evaluation": {}}  # of a game of somebody's own, which has no such figure
         ended: dict[str, Any] = {"train": list, "close": lambda: None, "summary": lambda: summary, "data": None}
         return SimpleNamespace(trainer=trainer, steps=1, **ended)
@@ -144,6 +152,8 @@ def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycl
     assert (records["source"] == 9).all()
     for g in history:
         assert sum(g.selfplay[result] for result in ("wins", "draws", "losses", "unknown")) == 20
+        assert sum(count for name, count in g.selfplay.items() if name.startswith("by ")) == 20
+        assert g.selfplay["by ply limit"] == g.selfplay["unknown"]
         assert (sum(g.pairs("match")), sum(g.pairs("anchor"))) == (2, 1)
     games = set()
     for row in Catalogue(whole / "c" / "shards").shards("validation"):
@@ -153,6 +163,9 @@ def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycl
         assert np.array_equal(index, batch["policy_index"])
         assert np.array_equal(offset, batch["policy_offset"])
     assert len(games) == 2, "one game in twenty is held out"
+    endings = [read_info(row.path).meta["generator"]["endings"] for row in Catalogue(whole / "c" / "shards").shards()]
+    named = {game for shard in endings for ids in shard.values() for game in ids}
+    assert named == set(records["game"].tolist()), "a shard says how its results came about"
 
 
 def test_the_candidate_goes_on_from_the_network_before_it(whole: Path, opened: cycle.Cycle) -> None:
@@ -168,6 +181,37 @@ def test_the_candidate_goes_on_from_the_network_before_it(whole: Path, opened: c
     before = {path: path.stat().st_mtime_ns for path in paths}
     assert list(opened.train()) == opened.history()
     assert {path: path.stat().st_mtime_ns for path in before} == before, "what was decided is not done again"
+
+
+def test_updates_follow_the_new_rows_and_the_optimizer_is_carried_on(whole: Path, opened: cycle.Cycle) -> None:
+    history, made = opened.history(), []
+    for g in history:
+        rows = sum(row.count for row in Catalogue(whole / "c" / "shards" / f"{g.number:03d}").shards("train"))
+        assert g.steps == read_json(whole / f"c-{g.number:03d}" / "summary.json")["steps"] == -(-0.8 * rows // 16)
+        made.append(g.steps)
+        newest = max((whole / f"c-{g.number:03d}" / "checkpoints").glob("step_*"))
+        counts = {float(t) for name, t in load_file(newest / "optimiser.safetensors").items() if name.endswith("/step")}
+        assert counts == {sum(made)}, "of this training and those before it"
+    measured = [row["validation"] for row in read_rows(whole / "c-001" / "metrics.jsonl") if row.get("validation")]
+    assert history[0].value_loss["held out"] == pytest.approx(measured[-1]["losses"]["value"], rel=1e-4)
+    assert history[0].value_loss["chance"] == pytest.approx(np.log(3))
+    assert [g.value_loss["error"] >= 1 for g in history] == [True, False], "one held-out game says nothing, two do"
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "error", "by_heart"),
+    [
+        (0.5, 0.6, 0.0, False),
+        (0.5, 0.9, 0.09, True),
+        (0.5, 0.9, 0.11, False),
+        (0.9, 1.2, 0.05, True),
+        (1.08, 1.3, 0, False),
+    ],
+)
+def test_values_learned_by_heart_are_named(train: float, held_out: float, error: float, by_heart: bool) -> None:
+    loss = {"train": train, "held out": held_out, "error": error, "chance": 1.1}
+    generation = Generation(number=1, chunks={"0": {"games": 20}}, value_loss=loss)
+    assert (generation.by_heart, "by heart" in str(generation)) == (by_heart, by_heart)
 
 
 STAGES = [(n, part) for n in (1, 2) for part in ("chunks", "sources", "checkpoint", "match", "anchor", "decision")]
@@ -344,6 +388,38 @@ def test_a_lesson_is_settled_when_the_training_begins(script: Script, monkeypatc
         counts |= left
     with pytest.raises(cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"):
         script.train("even")
+
+
+def test_window_shares_and_updates_follow_the_generations(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Wu's law 273 of 400, 336 of 600, 423 of 900 positions with c = 200; what began so is resumed so."""
+    counts = {"001": 100, "002": 300, "003": 200, "004": 300}
+    monkeypatch.setattr(cycle, "_positions", lambda folder: counts[folder.name])
+    changes = {"sources": {"x": [0.5, 0.25, 0.0]}, "window_rows": 200, "row_uses": 4.0}
+    script.cycle.config = script.cycle.config.model_copy(update=changes)
+    script.train("even", "even", "even", "even")
+    assert script.lessons == [
+        {"001": 100, "x": 100},
+        {"002": 300, "x": 100},
+        {"002": 300, "003": 200},
+        {"003": 200, "004": 300},
+    ]
+    assert script.updates == [50, 100, 50, 75]
+    assert [g.steps for g in script.cycle.history()] == script.updates
+    script.killed = True
+    for rows in (160, 80):
+        counts["005"] = rows
+        with pytest.raises(KeyboardInterrupt):
+            script.train("even")
+    assert script.updates[-2:] == [40, 40]
+    for sources, refusal in (
+        ({"x": [0.5, 0.3], "y": 0.6}, "1.1 in all in generation 1, which leaves nothing for the games"),
+        ({"x": [0.1, 0.5], "y": [0.1, 0.2, 0.5]}, "in generation 3"),
+        ({"x": [0, 0]}, "'x' has a share in no generation"),
+        ({"x": []}, "at least 1 item"),
+        ({"x": [1.0]}, "less than 1"),
+    ):
+        with pytest.raises(config.ConfigError, match=refusal):
+            load_cycle("demo", {"sources": sources})
 
 
 def test_a_match_ends_when_the_test_decides(script: Script) -> None:

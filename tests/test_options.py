@@ -63,7 +63,7 @@ CYCLE: dict[str, Any] = {
     "generations": 1,
     "games": 40,
     "selfplay": {"parallel": 40, "num_simulations": 4, "num_quick_simulations": 2, "full_share": 0.5}
-    | {"temperature_plies": 1},
+    | {"temperature_plies": 1, "adjudicate_plies": 2, "adjudicate_draw_ply": 1},
     "match": {"pairs": 2, "batch": 1, "num_simulations": 2, "anchor_pairs": 1},
     "network": ENGINE,
 }

@@ -3,16 +3,20 @@
 from collections import Counter
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import chess
 import numpy as np
 import pytest
 
+from matrixlib.config import ConfigError
 from matrixlib.data.shards import check
 from matrixlib.play.game import Game, Moves, Offsets, States, Trace, Values, uniform
 from matrixlib.play.search import SearchOptions
-from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.play.selfplay import SelfPlayOptions, play_games, tally
+from matrixlib.runs.cycle_games import judges, load_cycle
+from matrixlib.tasks.chess import spec
 from matrixlib.tasks.chess.game import ChessGame, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices
 from matrixlib.tasks.tictactoe.spec import TicTacToe
@@ -126,6 +130,83 @@ def test_resignation_and_the_share_that_plays_on() -> None:
         assert trace.result == replayed(GAME, trace)
         assert trace.wrongly_given_up == (trace.result <= 0)
     assert len({t.wrongly_given_up for t in out}) == 2
+
+
+PLAIN = SearchOptions(leaves=1, look_ahead=False)
+
+
+def test_values_that_agree_end_a_game_and_a_share_plays_on() -> None:
+    """With odd openings too, where the side that starts is the second to move; what is played on shows the errors."""
+    options = SelfPlayOptions(
+        parallel=10, num_simulations=2, temperature_plies=9, adjudicate_plies=3, play_out=0.4, random_plies=(0, 1)
+    )
+    traces = list(play_games(GAME, gloomy, range(100), options, PLAIN))
+    ended = [t for t in traces if t.ending == "adjudicated"]
+    out = [t for t in traces if t.ending == "normal" and t.adjudged >= 0]
+    assert 40 <= len(ended) <= 80
+    assert 10 <= len(out) <= 60
+    for trace in ended:
+        assert trace.adjudged == len(trace.line) - 1 >= 2
+        assert trace.result == (1 if trace.states["side"][0] == 0 else -1), "the side that starts the game wins"
+        assert trace.wrongly_adjudged is None
+    for trace in out:
+        result = replayed(GAME, trace)
+        assert (trace.result, trace.wrongly_adjudged) == (result, result != (1 if trace.states["side"][0] == 0 else -1))
+    counts = tally(GAME, traces)
+    assert (counts["by adjudicated"], counts["played_on"]) == (len(ended), len(out))
+    assert 0 < counts["misjudged"] == sum(bool(t.wrongly_adjudged) for t in out) < len(out)
+    assert counts["played_out"] == 0 == counts["unknown"]
+    off = changed(options, adjudicate_plies=0)
+    assert not any(t.adjudged >= 0 for t in play_games(GAME, gloomy, range(10), off, PLAIN))
+
+
+def test_draws_are_adjudicated_late_and_only_where_asked_for() -> None:
+    options = SelfPlayOptions(
+        num_simulations=2, adjudicate_plies=2, adjudicate_draw=0.1, adjudicate_draw_ply=4, play_out=0
+    )
+    traces = list(play_games(GAME, uniform, range(40), options, PLAIN))
+    drawn = [t for t in traces if t.ending == "adjudicated" and t.result == 0]
+    assert len(drawn) > 20
+    assert min(len(t.line) for t in drawn) == 5
+    never = play_games(GAME, uniform, range(40), changed(options, adjudicate_draw=0.0), PLAIN)
+    assert not any(t.ending == "adjudicated" and t.result == 0 for t in never)
+
+
+@pytest.mark.parametrize(
+    ("fen", "material", "ending", "result"),
+    [
+        ("4k3/8/8/8/8/8/4P3/R3K2R w - - 9 60", 3, "material", 1),
+        ("4k3/8/8/8/8/8/4P3/R3K2R b - - 9 60", 3, "material", -1),
+        ("r3k3/8/8/8/8/8/8/R3K2R w - - 9 60", 20, "material", 0),
+        ("r3k3/8/8/8/8/8/8/R3K2R w - - 9 60", 0, "ply limit", None),
+        ("8/8/8/4k3/8/8/8/R3K3 b - - 9 60", 3, "tables", -1),  # though the clock runs
+    ],
+)
+def test_a_game_that_is_cut_off_is_judged(
+    fen: str, material: float, ending: str, result: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tables, then by material, and from the side of whoever was first to move."""
+    tables = SimpleNamespace(wdl={"KRvK": 0}, get_wdl=lambda board: 2 if board.turn == chess.WHITE else -2)
+    monkeypatch.setattr(spec, "open_tablebases", lambda folder: tables)
+    game, start = ChessGame(), from_boards([chess.Board(fen)])
+    monkeypatch.setattr(game, "initial", partial(np.repeat, start))
+    judges = spec.ChessGameSpec().judges("anywhere", material)
+    for plies in (1, 2):
+        options = SelfPlayOptions(num_simulations=2, plies=plies, syzygy="anywhere", material=material)
+        (trace,) = play_games(game, uniform, [0], options, PLAIN, judges=judges)
+        assert (trace.ending, trace.result) == (ending, result)
+        assert tally(game, [trace])["unknown"] == (result is None)
+
+
+def test_what_a_game_has_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="adjudicate_plies is 1, which asks one side"):
+        SelfPlayOptions(adjudicate_plies=1)
+    for preset, selfplay, refusal in (
+        ("demo", {"syzygy": "no/such/folder"}, r"selfplay: no Syzygy tables.*no/such/folder"),
+        ("tictactoe", {"material": 1.0}, "for chess, and tic-tac-toe has neither"),
+    ):
+        with pytest.raises(ConfigError, match=refusal):
+            judges(load_cycle(preset, {"selfplay": selfplay}))
 
 
 def test_chess_games_become_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,12 @@ class Loader:
         other.count = len(other._only)
         return other
 
+    def prepared_by(self, prepare: Prepare) -> Loader:
+        """This loader with another `prepare`, such as one that augments nothing."""
+        other = copy.copy(self)
+        other._prepare = prepare
+        return other
+
     def records(self, number: int) -> Batch:
         """Stored rows of an unskipped batch number, unprepared: evidence after a blow-up."""
         return self._reader.gather(self.skipping(())._batches().rows(number))

@@ -167,23 +167,28 @@ class Step:
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
         """Inverse of `state_dict`, except that a halved micro-batch stays. ValueError for another optimizer's state."""
+        self.carry_on(checkpoint)
+        state = checkpoint.state
+        self.micro_batch = min(self.micro_batch, state["micro_batch"] or self.micro_batch)
+        self.scaler.load_state_dict(state.get("scaler", {}))
+        self.health = Health.from_dict(self.config.health, state["health"])
+        self.gate = Gate.from_dict(self.config.gating, state["gate"])
+        self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
+        self._streams = rng.from_saved(checkpoint.tensors["rng"], state["rng"])
+        self.off = frozenset(state["off"])
+        self.update, self.consistent = checkpoint.step, True
+
+    def carry_on(self, checkpoint: Checkpoint) -> None:
+        """Load weights, averages and optimizer state alone. ValueError for another optimizer's."""
         tensors, state = checkpoint.tensors, checkpoint.state
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
             way = f"set optim.optimiser to {other} (adamw_8bit without bitsandbytes is adamw)"
             raise ValueError(f"its optimiser is {other}, and {own} cannot resume with that state; {way}")
-        self.micro_batch = min(self.micro_batch, state["micro_batch"] or self.micro_batch)
         optim.load_tensors(self.model, tensors["model"])
         optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], state["optimiser_counters"])
         if self.ema is not None:
             self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
-        self.scaler.load_state_dict(state.get("scaler", {}))
-        self.health = Health.from_dict(self.config.health, state["health"])
-        self.gate = Gate.from_dict(self.config.gating, state["gate"])
-        self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
-        self._streams = rng.from_saved(tensors["rng"], state["rng"])
-        self.off = frozenset(state["off"])
-        self.update, self.consistent = checkpoint.step, True
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Load an earlier state with a smaller learning rate, keeping the run's counters."""

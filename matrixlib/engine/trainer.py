@@ -152,6 +152,12 @@ class Trainer:
         if self.ema is not None:
             self.ema.load_state_dict(optim.named_tensors(self.model), 0)
 
+    def carry_on(self, checkpoint: Checkpoint) -> None:
+        """Before the first update: take raw weights, averages and optimizer state of another run of this network.
+        Updates, schedule and random streams are this run's. ValueError for another optimizer's state."""
+        self._step.carry_on(checkpoint)
+        self._fresh = False
+
     def train(self, stop: int | None = None) -> Generator[Stats]:
         """Train up to `stop` (default: the last update); yields after each update.
 

@@ -15,6 +15,7 @@ States = NDArray[np.void]
 Moves = NDArray[np.int32]
 Offsets = NDArray[np.int64]
 Values = NDArray[np.float32]
+EXACT = ("normal", "tables")  # endings whose results are no estimates
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class Trace:
 
     line (n,): the moves played. policy and moves (K,): targets over the legal moves, row i at offsets[i]:offsets[i +
     1]. values: the search's, simulations: number, full: whether it is a training position, all (n,). result: for the
-    side to move at the first position, None unknown. ending: "normal", "resignation" or "ply limit". gave_up: row where
-    the resignation rule was met, -1 never; a game may be played out after it.
+    side to move at the first position, None unknown. ending: how it came about: "normal" (by the rules), "resignation",
+    "adjudicated", the name of a judge of games cut off (chess: "tables", "material"), or "ply limit" (none). gave_up,
+    adjudged: rows where the rules of resignation and adjudication were met, -1 never; a game may be played out after
+    them.
     """
 
     number: int
@@ -55,13 +58,21 @@ class Trace:
     result: float | None
     ending: str
     gave_up: int
+    adjudged: int = -1
 
     @property
     def wrongly_given_up(self) -> bool | None:
         """Whether resigning would have been wrong, in a played-out game; None in others."""
-        if self.gave_up < 0 or self.ending != "normal" or self.result is None:
+        if self.gave_up < 0 or self.ending not in EXACT or self.result is None:
             return None
         return self.result * (-1) ** self.gave_up >= 0
+
+    @property
+    def wrongly_adjudged(self) -> bool | None:
+        """Whether adjudication would have been wrong, in a played-out game; None in others."""
+        if self.adjudged < 0 or self.ending not in EXACT or self.result is None:
+            return None
+        return self.result * (-1) ** self.adjudged != round(float(self.values[self.adjudged]))
 
     def results(self) -> NDArray[np.float32]:
         """(n,) result for the side to move at each position, NaN unknown."""

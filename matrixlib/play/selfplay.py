@@ -6,17 +6,22 @@ A game is a pure function of seed, number, options and evaluator, whatever is pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Real, Section, option
-from matrixlib.play.game import Game, States, Trace
+from matrixlib.play.game import Game, States, Trace, Values
 from matrixlib.play.search import Evaluate, Search, SearchOptions, SearchResult
+
+Judges: TypeAlias = Mapping[str, Callable[[States], Values]]
+"""For games cut off, in order: ending -> function of states (N,) to results (N,) for the side to move, NaN unknown."""
+NO_JUDGES: Judges = MappingProxyType({})
 
 
 def play_games(
@@ -26,6 +31,7 @@ def play_games(
     options: SelfPlayOptions,
     search_options: SearchOptions | None = None,
     seed: int = 0,
+    judges: Judges = NO_JUDGES,
 ) -> Iterator[Trace]:
     """Play the games of these numbers; yields each when finished."""
     search = Search(game, evaluate, search_options, options.parallel, seed)
@@ -44,8 +50,8 @@ def play_games(
         _move(search, slots, [running[slot] for slot in slots], options)
         states = search.states[slots]
         values = game.terminal(states, np.diff(game.legal(states)[1]))
-        for slot, value in zip(slots, values, strict=True):
-            trace = _trace(running[slot], float(value), options)
+        for i, (slot, value) in enumerate(zip(slots, values, strict=True)):
+            trace = _trace(running[slot], float(value), options, states[i : i + 1], judges)
             if trace is not None:
                 yield trace
                 del running[slot]
@@ -83,7 +89,19 @@ def _move(search: Search, slots: list[int], games: list[_GameInProgress], option
         game.states.append(before[i : i + 1])
         game.results.append(result)
         game.full.append(full[i])
+        if game.adjudged < 0 and _agreed(game.results, options):
+            game.adjudged = ply
     search.advance(slots, [game.moves[-1] for game in games])
+
+
+def _agreed(results: Sequence[SearchResult], options: SelfPlayOptions) -> bool:
+    """Whether the values of the latest plies, of both sides, all say the same result."""
+    count = options.adjudicate_plies
+    if not 0 < count <= len(results):
+        return False
+    values = np.array([result.value for result in results[-count:]]) * (-1.0) ** np.arange(count)
+    drawn = len(results) > options.adjudicate_draw_ply and bool((np.abs(values) < options.adjudicate_draw).all())
+    return drawn or bool((values >= options.adjudicate_win).all() or (values <= -options.adjudicate_win).all())
 
 
 def draw_move(result: SearchResult, temperature: float, rng: np.random.Generator) -> int:
@@ -93,16 +111,23 @@ def draw_move(result: SearchResult, temperature: float, rng: np.random.Generator
     return int(rng.choice(result.moves, p=weights / weights.sum()))
 
 
-def _trace(game: _GameInProgress, value: float, options: SelfPlayOptions) -> Trace | None:
-    """The finished game, or None. value: for the side to move, NaN while the rules let it go on."""
+def _trace(
+    game: _GameInProgress, value: float, options: SelfPlayOptions, state: States, judges: Judges
+) -> Trace | None:
+    """The finished game, or None. value: for the side to move in the state (1,) reached, NaN while the rules let it go
+    on."""
     plies = len(game.moves)
     result: float | None
     if not np.isnan(value):
         result, ending = value * (-1) ** plies + 0.0, "normal"  # no negative zero
     elif game.resigns and game.gave_up >= 0:
         result, ending = -1.0 * (-1) ** game.gave_up, "resignation"
+    elif game.resigns and game.adjudged >= 0:
+        result, ending = round(game.results[game.adjudged].value) * (-1.0) ** game.adjudged + 0.0, "adjudicated"
     elif plies >= options.plies:
-        result, ending = None, "ply limit"
+        found = ((name, float(judge(state)[0])) for name, judge in judges.items())
+        ending, value = next((one for one in found if not np.isnan(one[1])), ("ply limit", np.nan))
+        result = None if np.isnan(value) else value * (-1) ** plies + 0.0
     else:
         return None
     return Trace(
@@ -118,6 +143,7 @@ def _trace(game: _GameInProgress, value: float, options: SelfPlayOptions) -> Tra
         result=result,
         ending=ending,
         gave_up=game.gave_up,
+        adjudged=game.adjudged,
     )
 
 
@@ -139,22 +165,35 @@ class SelfPlayOptions(Section):
     temperature_plies: CountOrZero = option(30, "number of first plies")
     late_temperature: NonNegative = option(0.0, "temperature of later plies")
     random_plies: tuple[CountOrZero, CountOrZero] = option((0, 0), "fewest and most random plies at the start")
-    plies: Count = option(400, "longer games end without a result")
+    plies: Count = option(400, "longer games are cut off, without a result unless they can be judged")
     resign_below: Annotated[Real, Field(ge=-1, lt=0)] = option(-1.0, "resign below this value; -1 = never")
     resign_moves: Count = option(3, "own moves in a row below it before resigning")
-    play_out: Fraction = option(0.1, "share of games without resignation, to measure false resignations")
+    adjudicate_plies: CountOrZero = option(0, "latest plies whose values must agree to end a game; 0 = never")
+    adjudicate_win: Annotated[Real, Field(gt=0.5, le=1)] = option(0.95, "a win if all are at least this")
+    adjudicate_draw: Annotated[Real, Field(ge=0, lt=0.5)] = option(
+        0.0, "a draw if all are closer to 0 than this; 0 = never, as untrained networks find everything drawn"
+    )
+    adjudicate_draw_ply: CountOrZero = option(80, "no draw is adjudicated before this ply")
+    play_out: Fraction = option(0.1, "share of games without resignation and adjudication, to measure their errors")
+    syzygy: str = option("", "folder of Syzygy tables, which judge games cut off; chess only")
+    material: NonNegative = option(
+        0.0, "material that wins a game cut off, in pawns, where less draws it (a weak label); 0 = off; chess only"
+    )
 
     @model_validator(mode="after")
     def _range(self) -> SelfPlayOptions:
         low, high = self.random_plies
         if low > high:
             raise ValueError(f"random_plies runs from low to high, not {[low, high]}")
+        if self.adjudicate_plies == 1:
+            raise ValueError("adjudicate_plies is 1, which asks one side alone: take 2 or more, or 0")
         return self
 
 
 @dataclass
 class _GameInProgress:
-    """One game. weak: streak of values below the resignation limit, by side; gave_up: ply of resignation, -1 never."""
+    """One game. weak: streak of values below the resignation limit, by side; gave_up, adjudged: plies of resignation
+    and adjudication, -1 never."""
 
     number: int
     resigns: bool
@@ -164,15 +203,21 @@ class _GameInProgress:
     full: list[bool] = field(default_factory=list)
     weak: list[int] = field(default_factory=lambda: [0, 0])
     gave_up: int = -1
+    adjudged: int = -1
 
 
 def tally(game: Game, traces: Sequence[Trace]) -> dict[str, Any]:
-    """wins, draws, losses: of the side that starts; unknown: games without a result; played_out: games continued
-    although a side would have resigned, wrong: of these, not lost by that side."""
+    """wins, draws, losses: of the side that starts; unknown: games without a result; `by <ending>`: games by how they
+    ended; played_out: games continued although a side would have resigned, wrong: of these, not lost by that side;
+    played_on, misjudged: the same of adjudication."""
     # trace results are the first mover's
     starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]
     points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
-    judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
     results = {"wins": points[1.0], "draws": points[0.0], "losses": points[-1.0], "unknown": points[None]}
     plies = sum(len(trace.line) for trace in traces)
-    return {"games": len(traces), "plies": plies, **results, "wrong": sum(judged), "played_out": len(judged)}
+    given_up = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
+    adjudged = [trace.wrongly_adjudged for trace in traces if trace.wrongly_adjudged is not None]
+    errors = {"wrong": sum(given_up), "played_out": len(given_up)}
+    errors |= {"misjudged": sum(adjudged), "played_on": len(adjudged)}
+    endings = Counter(f"by {trace.ending}" for trace in traces)
+    return {"games": len(traces), "plies": plies, **results, **errors, **endings}

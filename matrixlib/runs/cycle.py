@@ -22,10 +22,13 @@ from filelock import FileLock
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.data.shards import read_info
 from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
+from matrixlib.engine.task import active_terms
+from matrixlib.engine.validation import validate
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -64,6 +67,7 @@ def open_cycle(
     spec = get_task(config.network.task)
     for source in config.sources:  # an unknown one is refused before any game
         spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
+    games.judges(config)  # refuse missing tables before any game
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
     for part in ("shards", "matches"):
@@ -258,19 +262,24 @@ class Cycle:
             "data": {"source": named},
             "runtime": configuration.dump(runtime_config(self.config.network, self.runtime).runtime),
         }
+        if generation.steps:
+            overrides["train"] = {"steps": generation.steps}
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
         run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
                 run.trainer.start_from(named_tensors(self.network(generation.start).model))
+                if self.config.carry and generation.start:
+                    run.trainer.carry_on(games.newest_checkpoint(self.folder, self.config, generation.start))
             title = f"generation {number}: training from {generation.start}"
             with live_bar(initial=run.trainer.step, total=run.steps, desc=title, unit="update") as bar:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
                     bar.update()
         top1 = run.summary()["evaluation"].get("top1")
-        return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
+        measured = self._on_new(run.data, number) | {"value_loss": self._value_loss(run.data, number)}
+        return generation.write(self.folder, top1=top1, **measured)
 
     def _shards(self, number: int) -> Path:
         """Folder of a generation's games."""
@@ -278,32 +287,62 @@ class Cycle:
 
     def _settle(self, generation: Generation) -> Generation:
         """Fix what a candidate starts from (after a roll-back the best network), and the weights of what it trains on:
-        the games of recent generations by their positions, other data sets by their shares of all."""
-        number, decisions = generation.number, self.decisions()
-        recent = range(max(1, number - self.config.window + 1), number + 1)
-        counts = {f"selfplay_{one:03d}": count for one in recent if (count := _positions(self._shards(one)))}
-        whole = sum(counts.values()) / (1 - sum(self.config.sources.values()))
+        the games of recent generations by their positions, other data sets by their shares of all; and its updates."""
+        number, decisions, config = generation.number, self.decisions(), self.config
+        rows = [_positions(self._shards(one)) for one in range(1, number + 1)]
+        first = max(1, number - config.recent(rows) + 1)
+        counts = {f"selfplay_{one:03d}": count for one, count in enumerate(rows, 1) if count and one >= first}
+        shares = config.shares(number)
+        whole = sum(counts.values()) / (1 - sum(shares.values()))
         before = read_generations(self.folder).get(number - 1)
         rolled_back = any(decision.kind == "rollback" for decision in decisions[before.known if before else 0 :])
         return generation.write(
             self.folder,
             start=self.best if rolled_back else number - 1,
-            sources=counts | {name: share * whole for name, share in self.config.sources.items()},
+            sources=counts | {name: share * whole for name, share in shares.items()},
             known=len(decisions),
+            steps=config.updates(number, rows[-1]),
         )
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
         """Top-1 on held-out positions of self-play that occur in no training game, and their share."""
-        known = data.training.of_records(self.rules.keys)
-        own = np.logical_or.reduce(
-            [rows for name, rows in data.validation.of_sources().items() if name not in self.config.sources]
-        )
-        rows = data.validation.only(own & ~np.isin(data.validation.of_records(self.rules.keys), known))
-        share = rows.count / own.sum()
+        known, games = data.training.of_records(self.rules.keys), self._of_games(data.validation)
+        rows = data.validation.only(games & ~np.isin(data.validation.of_records(self.rules.keys), known))
+        share = rows.count / max(1, games.sum())
         if not rows.count:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
         return {"new": share, "top1_new": figures.get("top1")}
+
+    def _of_games(self, loader: Loader) -> np.ndarray:
+        """Mask (N,) of a loader's rows of self-play."""
+        rows = [own for name, own in loader.of_sources().items() if name not in self.config.sources]
+        return np.logical_or.reduce([np.zeros(loader.count, bool), *rows])
+
+    def _value_loss(self, data: RunData, number: int) -> dict[str, float]:
+        """`Generation.value_loss` of a candidate; of as many positions trained on as are held out."""
+        if "value" not in active_terms(data.task):
+            return {}
+        net, held_out = self.network(number), data.validation
+
+        def sums(loader: Loader, sample: int = 0) -> tuple[float, float, int]:
+            """Of value loss and chance over rows with a value, and their number."""
+            batches = list(loader.sequential(data.config.validation.batch_size, sample=sample))
+            found = validate(data.task, net.model, batches, net.runtime, frozenset({"value"}), "full")
+            if found is None or not (count := found.counts["value"]):
+                return 0.0, 0.0, 0
+            return found.losses["value"] * count, sum(data.task.bounds(batch)["value"][0] for batch in batches), count
+
+        own, games = self._of_games(held_out), held_out.of_records(lambda records: records["game"])
+        by_game = np.array([sums(held_out.only(own & (games == game))) for game in np.unique(games[own])])
+        training = data.training.prepared_by(data.task.prepare_plain)
+        train, _, trained = sums(training.only(self._of_games(training)), int(own.sum()))
+        if not (trained and by_game[:, 2].any()):
+            return {}
+        loss, chance, count = by_game.sum(0)
+        error = np.sqrt(((by_game[:, 0] - by_game[:, 2] * loss / count) ** 2).sum()) if len(by_game) > 1 else chance
+        figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
+        return {name: float(value) for name, value in figures.items()}
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""

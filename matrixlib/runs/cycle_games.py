@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,9 +17,22 @@ import torch
 from pydantic import Field, SerializeAsAny, model_validator
 from torch import nn
 
-from matrixlib.config import Config, ConfigError, Count, Processes, Real, Section, option, read_preset, validated
+from matrixlib.config import (
+    BelowOne,
+    Config,
+    ConfigError,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Processes,
+    Real,
+    Section,
+    option,
+    read_preset,
+    validated,
+)
 from matrixlib.data.shards import pack_shard, select
-from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.checkpoint import Checkpoint, Checkpoints
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import PARAMS, read_json, write_json
@@ -26,14 +40,17 @@ from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import States, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
-from matrixlib.play.selfplay import SelfPlayOptions, play_games, tally
+from matrixlib.play.selfplay import Judges, SelfPlayOptions, play_games, tally
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import TASKS, get_task, task_of, validate_config
 from matrixlib.tasks.spec import GameSpec, weights
 
 TRIAL_GAMES = 4
 START = "start.safetensors"  # weights of generation 0, of `start`
+WINDOW_LAW = 0.75, 0.4  # power, and positions that the window grows by for each new one at first
+BY_HEART_RATIO, BY_HEART_GAIN = 0.5, 0.05  # see `Generation.by_heart`
 HELD_OUT = 20  # one in so many games is held out
+Share: TypeAlias = Annotated[Real, Field(gt=0, lt=1)]
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
 Tally: TypeAlias = dict[str, Any]  # see `selfplay.tally`
 Against: TypeAlias = Literal["match", "anchor"]  # the best network, or generation 0
@@ -53,14 +70,23 @@ class CycleConfig(Section):
         "",
         "network of generation 0, with its architecture: a run, checkpoint or Matrix0 file; empty = random weights",
     )
-    sources: dict[str, Annotated[Real, Field(gt=0, lt=1)]] = option(
-        {}, "share of a batch for each other data set, beside the games, such as `{sample: 0.25}`"
+    sources: dict[str, Share | Annotated[list[BelowOne], Field(min_length=1)]] = option(
+        {},
+        "share of a batch for each other data set, beside the games, such as `{sample: 0.25}`; a list is by "
+        "generation, such as `{sample: [0.5, 0.25, 0]}`; the last one stays",
     )
     seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
     generations: Count = option(6, "generations to train")
     games: Annotated[int, Field(ge=20)] = option(512, "games of self-play in a generation; every twentieth is held out")
     chunk: Count = option(128, "games of a shard; what a killed process loses at most")
     window: Count = option(3, "latest generations that are trained on")
+    window_rows: CountOrZero = option(
+        0, "positions from which on the window grows slower than what there is (KataGo), in place of `window`; 0 = off"
+    )
+    row_uses: NonNegative = option(
+        0.0, "updates by new positions: uses of each (KataGo: 4 to 8), in place of network.train.steps; 0 = off"
+    )
+    carry: bool = option(False, "carry optimizer state, raw weights and averages from one training to the next")
     workers: Processes = option(1, "processes of self-play and matches, each of which computes on one thread")
     fleet: Kind = option(
         "local",
@@ -73,9 +99,39 @@ class CycleConfig(Section):
 
     @model_validator(mode="after")
     def _leaves_games(self) -> CycleConfig:
-        if (total := sum(self.sources.values())) >= 1:
-            raise ValueError(f"the shares of sources are {total:g} in all, which leaves nothing for the games")
+        lists = {name: share for name, share in self.sources.items() if isinstance(share, list)}
+        if unused := [name for name, shares in lists.items() if not any(shares)]:
+            raise ValueError(f"source '{unused[0]}' has a share in no generation: leave it out")
+        for number in range(1, 1 + max(map(len, lists.values()), default=1)):
+            if (total := sum(self.shares(number).values())) >= 1:
+                in_all = f"the shares of sources are {total:g} in all in generation {number}"
+                raise ValueError(f"{in_all}, which leaves nothing for the games")
         return self
+
+    def shares(self, generation: int) -> dict[str, float]:
+        """Share of a batch of each other data set that a generation learns from."""
+        shares = {
+            name: share[min(generation, len(share)) - 1] if isinstance(share, list) else share
+            for name, share in self.sources.items()
+        }
+        return {name: share for name, share in shares.items() if share}
+
+    def recent(self, rows: Sequence[int]) -> int:
+        """Number of latest generations to learn from. rows: training positions of each generation.
+
+        window_rows c: as many as have c (1 + b ((n / c)^a - 1) / a) of all n positions, with a and b of WINDOW_LAW (Wu
+        2019, https://arxiv.org/abs/1902.10565, appendix); all up to c.
+        """
+        (power, slope), start, total = WINDOW_LAW, self.window_rows, sum(rows)
+        if not start:
+            return self.window
+        wanted = start * (1 + slope * ((total / start) ** power - 1) / power) if total > start else total
+        return int(np.searchsorted(np.cumsum(rows[::-1]), wanted)) + 1
+
+    def updates(self, generation: int, rows: int) -> int:
+        """Updates of a generation with so many new training positions, 0 = as `network.train.steps` says."""
+        of_games = self.network.train.batch_size * (1 - sum(self.shares(generation).values()))
+        return max(1, math.ceil(self.row_uses * rows / of_games)) if self.row_uses else 0
 
 
 def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> CycleConfig:
@@ -113,11 +169,13 @@ class Generation(Section):
     """One generation as far as it has come: `generation_001.json`, replaced after every finished stage.
     `generation_000.json` exists if a roll-back preceded any decision.
 
-    by: generation that plays the games and is the opponent; begun: UTC; chunks: first game -> tally. start, sources,
-    known: fixed when training starts: generation of the initial weights, weights of recent generations' positions and
-    of other data sets, number of decisions. top1: on held-out positions, None if the game has no such figure; top1_new:
-    on those in no training game; new: their share. match, anchor: the candidate's results by batch. rollbacks: between
-    this decision and the next.
+    by: generation that plays the games and is the opponent; begun: UTC; chunks: first game -> tally. start,
+    sources, known, steps: fixed when training starts: generation of the initial weights, weights of recent
+    generations' positions and of other data sets, number of decisions, updates (0: as the network's configuration
+    says). top1: on held-out positions, None if the game has no such figure; top1_new: on those in no training game;
+    new: their share. value_loss: on positions of the games trained on, on held-out ones, its standard error over
+    games, and chance; empty without such a term. match, anchor: the candidate's results by batch. rollbacks:
+    between this decision and the next.
     """
 
     number: int
@@ -127,6 +185,8 @@ class Generation(Section):
     start: int = 0
     sources: dict[str, float] | None = None
     known: int = 0
+    steps: int = 0
+    value_loss: dict[Literal["train", "held out", "error", "chance"], float] = {}
     top1: float | None = None
     top1_new: float | None = None
     new: float | None = None
@@ -137,7 +197,17 @@ class Generation(Section):
 
     def __str__(self) -> str:
         text = self.decision.reason if self.decision else "not decided yet"
-        return f"generation {self.number}: {self.selfplay['games']} games, {text}"
+        heart = ", values learned by heart" if self.by_heart else ""
+        return f"generation {self.number}: {self.selfplay['games']} games, {text}{heart}"
+
+    @property
+    def by_heart(self) -> bool:
+        """Whether values were learned by heart: of what is gained over chance on the games trained on, if it is
+        anything (0.05), less than half is gained on held-out games, by more than the standard error."""
+        if not (loss := self.value_loss):
+            return False
+        train, held_out = loss["chance"] - loss["train"], loss["chance"] - loss["held out"]
+        return train > BY_HEART_GAIN and held_out + loss["error"] < BY_HEART_RATIO * train
 
     @property
     def selfplay(self) -> Tally:
@@ -183,11 +253,16 @@ def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
         except OSError as error:
             raise CycleError(f"{error.filename} cannot be read: bring it back, or begin another cycle") from error
     if generation:
-        checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
-        tensors = weights(Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest"))[0]
+        tensors = weights(newest_checkpoint(folder, config, generation))[0]
     else:
         tensors = named_tensors(_model(config))
     return safetensors.torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def newest_checkpoint(folder: Path, config: CycleConfig, generation: int) -> Checkpoint:
+    """The newest checkpoint of a generation's training."""
+    checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
+    return Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest")
 
 
 def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
@@ -195,6 +270,15 @@ def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
     model = _model(config)
     model.load_state_dict(safetensors.torch.load(stored), strict=True)
     return get_task(config.network.task).network(model, config.network, runtime)
+
+
+def judges(config: CycleConfig) -> Judges:
+    """Who judges self-play games that are cut off. ConfigError if the game has no such thing, or no tables are
+    found."""
+    try:
+        return rules(config).judges(config.selfplay.syzygy, config.selfplay.material)
+    except ValueError as error:
+        raise ConfigError(f"selfplay: {error}") from error
 
 
 def _model(config: CycleConfig) -> nn.Module:
@@ -228,14 +312,16 @@ def play_chunk(
     seed = config.seed * 1_000_003 + generation.number
     began = time.monotonic()
     numbers = range(first, min(first + config.chunk, config.games))
-    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed))
+    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed, judges(config)))
     traces.sort(key=lambda trace: trace.number)
     hashes = {n: hashlib.blake2b(f"{cycle}/{generation.number}/{n}".encode(), digest_size=8) for n in numbers}
     ids = {n: int.from_bytes(named.digest(), "little") for n, named in hashes.items()}
     batch = game.batch(traces, ids)
     outside = np.array([ids[number] for number in numbers if number % HELD_OUT == HELD_OUT - 1], np.uint64)
     validation = np.isin(batch["records"]["game"], outside)
+    endings = {ending: [ids[t.number] for t in traces if t.ending == ending] for ending in {t.ending for t in traces}}
     origin = {"cycle": cycle, "generation": generation.number, "by": generation.by, "first": first}
+    origin["endings"] = endings  # how results came about -> ids of games, as in the records
     source = f"selfplay_{generation.number:03d}"
     meta = {"source": source, "generator": origin, "seed": seed, "created": generation.begun}
     shards = {}

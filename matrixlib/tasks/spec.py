@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from matrixlib.play.game import Game, Trace
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
+    from matrixlib.play.selfplay import Judges
 
 Check = tuple[str, bool, str]
 """Name, whether it holds, what it says."""
@@ -89,6 +90,13 @@ class GameSpec(ABC):
     @abstractmethod
     def keys(self, records: np.ndarray) -> np.ndarray:
         """(N,) u8, equal for records that are the same position to a network."""
+
+    def judges(self, syzygy: str = "", material: float = 0) -> Judges:
+        """Who judges self-play games that are cut off, by the options `syzygy` and `material` of self-play. ValueError
+        for tables that cannot be read, or where the game has no such thing."""
+        if syzygy or material:
+            raise ValueError(f"selfplay.syzygy and selfplay.material are for chess, and {self.game.name} has neither")
+        return {}
 
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         """Rates of a network, and of a player with it, against perfect play. Only for solved games."""

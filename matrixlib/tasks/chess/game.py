@@ -21,6 +21,7 @@ from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.records import (
     HASH_MULTIPLIER,
     LAYOUT,
+    PIECE_VALUES,
     UNKNOWN,
     from_boards,
     legal_indices,
@@ -125,6 +126,12 @@ class ChessGame:
                 values[i] = {-2: -1, 2: 1}.get(wdl, 0)
         return values
 
+    def without_clock(self, states: States) -> Values:
+        """`proven` as if the last move had been a capture: for games cut off, where the clock says little."""
+        states = states.copy()
+        states["halfmove"] = 0
+        return self.proven(states)
+
     def write(self, game: GameRecord) -> str:
         """The game as PGN."""
         board = to_board(game.start)
@@ -172,6 +179,14 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
         }
         parts.append(select(batch, np.flatnonzero(trace.full), LAYOUT))
     return concat(parts, LAYOUT)
+
+
+def by_material(states: States, margin: float) -> Values:
+    """(N,) 1 or -1 where the side to move is ahead or behind by at least `margin` pawns, else 0, by
+    PIECE_VALUES."""
+    men = np.bitwise_count(bitboard.bitboards(states["pieces"])).astype(np.float32)
+    lead = (men[:, :6] - men[:, 6:]) @ np.array(PIECE_VALUES, np.float32)
+    return np.where(np.abs(lead) >= margin, np.sign(lead), np.float32(0))
 
 
 def insufficient_material(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,10 @@ import numpy as np
 from matrixlib.config import validated
 from matrixlib.data.shards import file_hash
 from matrixlib.engine.folder import read_run_config
+from matrixlib.files import from_home
 from matrixlib.tasks.chess import bitboard, ssl_targets
 from matrixlib.tasks.chess.config import ChessConfig
-from matrixlib.tasks.chess.game import ChessGame, training_batch
+from matrixlib.tasks.chess.game import ChessGame, by_material, open_tablebases, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, position_hashes
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.spec import (
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.parts import Parts
     from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.play.game import Trace
+    from matrixlib.play.game import States, Trace, Values
+    from matrixlib.play.selfplay import Judges
     from matrixlib.tasks.chess.distill.teacher import ChessTeacher
     from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
     from matrixlib.tasks.chess.evaluate.net import Net
@@ -60,6 +63,15 @@ class ChessGameSpec(GameSpec):
 
     def keys(self, records: np.ndarray) -> np.ndarray:
         return position_hashes(records, mirrored=True)
+
+    def judges(self, syzygy: str = "", material: float = 0) -> Judges:
+        judges: dict[str, Callable[[States], Values]] = {}
+        if syzygy:
+            tables = open_tablebases(from_home(syzygy))
+            judges["tables"] = ChessGame(tables, max(len(name) - 1 for name in tables.wdl)).without_clock
+        if material:
+            judges["material"] = partial(by_material, margin=material)
+        return judges
 
 
 class ChessSpec(TaskSpec[ChessConfig]):
