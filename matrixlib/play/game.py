@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.config import Count, Section, option
+
 States = NDArray[np.void]
 Moves = NDArray[np.int32]
 Offsets = NDArray[np.int64]
@@ -75,6 +77,27 @@ class Past:
 
     states: States
     known: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Openings:
+    """Start states (N,), distinct, and for each the keys of its game's earlier states."""
+
+    states: States
+    history: Sequence[NDArray[np.uint64]]
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, rows: slice) -> "Openings":
+        return Openings(self.states[rows], self.history[rows])
+
+
+class OpeningOptions(Section):
+    """Where games start from."""
+
+    openings: str = option("", "file of openings: .pgn, .epd, .fen or Polyglot's .bin; empty = none")
+    opening_plies: Count = option(16, "most plies of an opening from a .pgn or .bin file")
 
 
 class Game(Protocol):

@@ -22,7 +22,7 @@ from filelock import FileLock
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import read_info
+from matrixlib.data.shards import file_hash, read_info
 from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
@@ -30,7 +30,6 @@ from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
-from matrixlib.play.match import random_openings
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
@@ -65,13 +64,18 @@ def open_cycle(
     for source in config.sources:  # an unknown one is refused before any game
         spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
-    random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
+    rules, files_of = games.rules(config), {config.selfplay.openings, config.match.openings} - {""}
+    rules.openings(config.match, needed, config.seed, config.match.random_plies)
+    if config.selfplay.openings:
+        rules.read_openings(config.selfplay.openings, config.selfplay.opening_plies, 1, config.seed)
+    books = {book: file_hash(files.from_home(book)) for book in sorted(files_of)}
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
         config = _with_start(folder, config)
         if not path.exists():
+            write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
     stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
@@ -79,6 +83,11 @@ def open_cycle(
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
+        )
+    if books and read_json(folder / "openings.json") != books:
+        raise CycleError(
+            f"the openings of cycle '{name}' ({', '.join(books)}) are not the files that it began with: bring those "
+            "back, or give the cycle another name"
         )
     runtime.apply()  # evaluations are stored, too
     return Cycle(folder, config, runtime)
@@ -218,6 +227,10 @@ class Cycle:
         config, runtime = self.config, replace(self.runtime, threads=1)
         starts = range(0, config.games, config.chunk)
         play = partial(games.play_chunk, self.name, config, runtime, generation.model_copy(update={"chunks": {}}))
+        if config.selfplay.openings:
+            book, seed = config.selfplay, [config.seed, generation.number]
+            openings = self.rules.read_openings(book.openings, book.opening_plies, config.games, seed)
+            play = partial(play, openings=openings)
         todo = {first: partial(play, first) for first in starts if str(first) not in generation.chunks}
         if not todo:
             return generation
@@ -307,9 +320,10 @@ class Cycle:
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""
-        options, number, game = self.config.match, generation.number, self.rules.game
+        options, number = self.config.match, generation.number
         pairs = options.pairs if kind == "match" else options.anchor_pairs
-        openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
+        seed = [self.config.seed, number, ord(kind[0])]
+        openings = self.rules.openings(options, pairs, seed, options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
         stored = [games.weights_of(self.folder, self.config, g) for g in (number, other)]
         play = partial(games.play_part, self.config, replace(self.runtime, threads=1), (number, other))

@@ -23,7 +23,7 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play.game import States, uniform
+from matrixlib.play.game import Openings, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games, tally
@@ -218,17 +218,23 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
 
 
 def play_chunk(
-    cycle: str, config: CycleConfig, runtime: Runtime, generation: Generation, first: int, stored: bytes
+    cycle: str,
+    config: CycleConfig,
+    runtime: Runtime,
+    generation: Generation,
+    first: int,
+    stored: bytes,
+    openings: Openings | None = None,
 ) -> tuple[Tally, dict[str, bytes]]:
     """One chunk of self-play games from `first` on, with these weights: tally, and shards (name -> bytes) of training
-    and held-out games. runtime: single-threaded, as processes are the parallelism."""
+    and held-out games. runtime: single-threaded, as processes are the parallelism. openings: see `play_games`."""
     runtime.apply()
     spec, game = get_task(config.network.task), rules(config)
     evaluator = Evaluator(network(config, runtime, stored))
     seed = config.seed * 1_000_003 + generation.number
     began = time.monotonic()
     numbers = range(first, min(first + config.chunk, config.games))
-    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed))
+    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed, openings))
     traces.sort(key=lambda trace: trace.number)
     hashes = {n: hashlib.blake2b(f"{cycle}/{generation.number}/{n}".encode(), digest_size=8) for n in numbers}
     ids = {n: int.from_bytes(named.digest(), "little") for n, named in hashes.items()}
@@ -249,12 +255,13 @@ def play_chunk(
 
 
 def play_part(
-    config: CycleConfig, runtime: Runtime, generations: tuple[int, int], openings: States, first: int, *stored: bytes
+    config: CycleConfig, runtime: Runtime, generations: tuple[int, int], openings: Openings, first: int, *stored: bytes
 ) -> tuple[str, Pairs]:
     """Game pairs between two generations from number `first` on: (games as text, pair results)."""
     runtime.apply()
     game = rules(config).game
     one, two = (player(config, network(config, runtime, part)) for part in stored)
     names = f"generation {generations[0]}", f"generation {generations[1]}"
-    match = play_pairs(game, one, two, openings, config.match.plies, names, 2 * first)
+    starts, past = openings.states, openings.history
+    match = play_pairs(game, one, two, starts, config.match.plies, names, 2 * first, past)
     return "\n\n".join(game.write(record) for record in match.games) + "\n", tuple(match.pairs().tolist())

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.play.game import Game, Trace
+    from matrixlib.play.game import Game, OpeningOptions, Openings, Trace
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
 
@@ -89,6 +89,29 @@ class GameSpec(ABC):
     @abstractmethod
     def keys(self, records: np.ndarray) -> np.ndarray:
         """(N,) u8, equal for records that are the same position to a network."""
+
+    def read_openings(self, file: str, plies: int, count: int, seed: int | Sequence[int]) -> Openings:
+        """Up to `count` distinct openings of a book, of at most `plies` plies, chosen by the seed. ValueError."""
+        raise ValueError(f"openings '{file}': {self.game.name} has no opening books; leave `openings` empty")
+
+    def openings(self, options: OpeningOptions, count: int, seed: int | Sequence[int], plies: int) -> Openings:
+        """`count` distinct openings: of the file of the options, else of `plies` random plies. ValueError if there are
+        fewer."""
+        import numpy as np
+
+        from matrixlib.play.game import Openings
+        from matrixlib.play.match import random_openings
+
+        if not options.openings:
+            states = random_openings(self.game, count, seed, plies)
+            return Openings(states, [np.zeros(0, np.uint64)] * count)
+        found = self.read_openings(options.openings, options.opening_plies, count, seed)
+        if len(found) < count:
+            raise ValueError(
+                f"openings '{options.openings}': {len(found)} different ones, where {count} are asked for; give "
+                "fewer pairs, more plies or another file"
+            )
+        return found
 
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         """Rates of a network, and of a player with it, against perfect play. Only for solved games."""
