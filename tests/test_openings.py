@@ -10,8 +10,8 @@ import chess.polyglot
 import numpy as np
 import pytest
 
-from matrixlib.config import ConfigError
-from matrixlib.play.game import OpeningOptions, Openings, uniform
+from matrixlib.config import ConfigError, OpeningOptions
+from matrixlib.play.game import Openings, uniform
 from matrixlib.play.match import Choice, Turn, play_pairs
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs import cycle

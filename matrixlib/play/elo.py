@@ -69,10 +69,13 @@ def rating(pairs: Counts) -> Rating:
     )
 
 
-def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0) -> pd.DataFrame:
+def rating_table(
+    matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0, zero: str = ""
+) -> pd.DataFrame:
     """Ratings of several players, best first, from the pair results (5,) of each match (first player, second player).
 
-    A row a player: games, score, elo against the mean, low and high of its 95 % interval (bootstrap over pairs).
+    A row a player: games, score, elo against the mean (or the player `zero`), low and high of its 95 % interval
+    (bootstrap over pairs).
     Bradley-Terry strengths (draws are half points), with one drawn pair added between opponents so that they are
     finite. ValueError if matches do not connect all players.
     """
@@ -102,6 +105,7 @@ def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, 
         if converged:
             break
     elo = 400 * np.log10(strength)
+    elo -= elo[:, [row[zero]]] if zero else 0
     low, high = np.quantile(elo[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     columns = {"games": played.astype(int), "score": score / played, "elo": elo[0], "low": low, "high": high}
     frame = pd.DataFrame(columns, index=names)

@@ -11,8 +11,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.config import Count, Section, option
-
 States = NDArray[np.void]
 Moves = NDArray[np.int32]
 Offsets = NDArray[np.int64]
@@ -91,13 +89,6 @@ class Openings:
 
     def __getitem__(self, rows: slice) -> "Openings":
         return Openings(self.states[rows], self.history[rows])
-
-
-class OpeningOptions(Section):
-    """Where games start from."""
-
-    openings: str = option("", "file of openings: .pgn, .epd, .fen or Polyglot's .bin; empty = none")
-    opening_plies: Count = option(16, "most plies of an opening from a .pgn or .bin file")
 
 
 class Game(Protocol):

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from matrixlib.config import Count, CountOrZero, option
+from matrixlib.config import Count, CountOrZero, OpeningOptions, option
 from matrixlib.play.elo import Sprt
-from matrixlib.play.game import Game, GameRecord, Moves, OpeningOptions, States
+from matrixlib.play.game import Game, GameRecord, Moves, States
 from matrixlib.play.search import Evaluate, Search, SearchOptions
 
 Player: TypeAlias = "Callable[[Turn], Choice]"
@@ -149,7 +149,7 @@ class MatchOptions(Sprt, OpeningOptions):
     )
     plies: Count = option(240, "longer games are drawn")
     anchor_pairs: Annotated[int, Field(ge=0, le=1 << 20)] = option(
-        32, "pairs of each candidate against generation 0, for the Elo curve"
+        32, "pairs of each candidate against the newest generation not beaten in all games, for the Elo curve"
     )
 
 

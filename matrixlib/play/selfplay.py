@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Real, option
-from matrixlib.play.game import Game, OpeningOptions, Openings, States, Trace
+from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, OpeningOptions, Real, option
+from matrixlib.play.game import Game, Openings, States, Trace
 from matrixlib.play.search import Evaluate, Search, SearchOptions, SearchResult
 
 

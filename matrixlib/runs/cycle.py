@@ -64,11 +64,11 @@ def open_cycle(
     for source in config.sources:  # an unknown one is refused before any game
         spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
-    rules, files_of = games.rules(config), {config.selfplay.openings, config.match.openings} - {""}
+    rules, book, plies = games.rules(config), config.selfplay.openings, config.selfplay.opening_plies
     rules.openings(config.match, needed, config.seed, config.match.random_plies)
-    if config.selfplay.openings:
-        rules.read_openings(config.selfplay.openings, config.selfplay.opening_plies, 1, config.seed)
-    books = {book: file_hash(files.from_home(book)) for book in sorted(files_of)}
+    if book:
+        rules.read_openings(book, plies, 1, config.seed)
+    books = {file: file_hash(files.from_home(file)) for file in (book, config.match.openings) if file}
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
     # A separate lock for starting it, as a cycle in training may be opened for reading.
@@ -78,7 +78,7 @@ def open_cycle(
             write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
-    stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
+    stored, wanted = configuration.dump(games.load_cycle(str(path))), configuration.dump(config)  # with new options
     if stored | {key: wanted[key] for key in FREE} != wanted:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
@@ -169,7 +169,8 @@ class Cycle:
                     if generation.decision is None:
                         generation = self._learn(self._play(generation))
                         generation = self._match(generation, "match", generation.by)
-                        generation = self._decide(self._match(generation, "anchor", 0))
+                        generation = self._anchored(generation)
+                        generation = self._decide(self._match(generation, "anchor", generation.anchor_by or 0))
                 finally:
                     self.runtime.apply()  # games in this process set one thread
                 yield generation
@@ -317,6 +318,16 @@ class Cycle:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
         return {"new": share, "top1_new": figures.get("top1")}
+
+    def _anchored(self, generation: Generation) -> Generation:
+        """Fix the opponent of the anchor match: the newest earlier generation not beaten in all games of a match, so
+        that the scale of ratings has no end; if there is none, the newest."""
+        if generation.anchor or generation.anchor_by is not None or not self.config.match.anchor_pairs:
+            return generation
+        known = [row for g in (*self.history(), generation) for row in g.results.items()]
+        beaten = {other for other, pairs in known if 0 < sum(pairs) == pairs[-1]}
+        left = set(range(generation.number)) - beaten
+        return generation.write(self.folder, anchor_by=max(left, default=generation.number - 1))
 
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""

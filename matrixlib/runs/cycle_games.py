@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 import safetensors.torch
 import torch
+from pandas import DataFrame
 from pydantic import Field, SerializeAsAny, model_validator
 from torch import nn
 
@@ -23,6 +24,7 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.play.elo import rating_table
 from matrixlib.play.game import Openings, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
@@ -36,7 +38,7 @@ START = "start.safetensors"  # weights of generation 0, of `start`
 HELD_OUT = 20  # one in so many games is held out
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
 Tally: TypeAlias = dict[str, Any]  # see `selfplay.tally`
-Against: TypeAlias = Literal["match", "anchor"]  # the best network, or generation 0
+Against: TypeAlias = Literal["match", "anchor"]  # the best network, or the opponent for the scale of ratings
 
 
 class CycleError(ValueError):
@@ -116,8 +118,8 @@ class Generation(Section):
     by: generation that plays the games and is the opponent; begun: UTC; chunks: first game -> tally. start, sources,
     known: fixed when training starts: generation of the initial weights, weights of recent generations' positions and
     of other data sets, number of decisions. top1: on held-out positions, None if the game has no such figure; top1_new:
-    on those in no training game; new: their share. match, anchor: the candidate's results by batch. rollbacks: between
-    this decision and the next.
+    on those in no training game; new: their share. match, anchor: the candidate's results by batch. anchor_by: opponent
+    of the anchor match, None for generation 0 in cycles of before. rollbacks: between this decision and the next.
     """
 
     number: int
@@ -132,6 +134,7 @@ class Generation(Section):
     new: float | None = None
     match: tuple[Pairs, ...] = ()
     anchor: tuple[Pairs, ...] = ()
+    anchor_by: int | None = None
     decision: Decision | None = None
     rollbacks: tuple[Decision, ...] = ()
 
@@ -147,6 +150,13 @@ class Generation(Section):
     def pairs(self, kind: Against) -> tuple[int, ...]:
         """(5,) results over all batches."""
         return tuple(np.sum([(0, 0, 0, 0, 0), *getattr(self, kind)], axis=0).tolist())
+
+    @property
+    def results(self) -> dict[int, tuple[int, ...]]:
+        """Results (5,) of all its games, by opponent."""
+        found = {self.by: np.array(self.pairs("match"))}
+        found[self.anchor_by or 0] = found.get(self.anchor_by or 0, 0) + np.array(self.pairs("anchor"))
+        return {other: tuple(pairs.tolist()) for other, pairs in found.items()}
 
     def write(self, folder: Path, **changes: Any) -> Generation:
         """Write its file with these changes; returns the new record."""
@@ -166,6 +176,13 @@ def read_generations(folder: Path) -> dict[int, Generation]:
             raise CycleError(f"{path} is damaged ({reason}): bring it back, or begin another cycle") from error
         stored[generation.number] = generation
     return dict(sorted(stored.items()))
+
+
+def ratings(generations: Iterable[Generation]) -> DataFrame:
+    """Elo of generations over generation 0 from all their matches: `rating_table`, a row a generation, ascending."""
+    known = [(g.number, *row) for g in generations for row in g.results.items()]
+    found = {(str(number), str(other)): pairs for number, other, pairs in known if sum(pairs)}
+    return rating_table(found, zero="0").rename(index=int).sort_index()
 
 
 def rules(config: CycleConfig) -> GameSpec:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from matrixlib.config import Config, ConfigError, DataConfig
+from matrixlib.config import Config, ConfigError, DataConfig, OpeningOptions
 from matrixlib.data.remote import download_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Phase, SourceCurriculumConfig
 from matrixlib.engine.parts import Parts
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.play.game import Game, OpeningOptions, Openings, Trace
+    from matrixlib.play.game import Game, Openings, Trace
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
 
@@ -102,13 +102,14 @@ class GameSpec(ABC):
         from matrixlib.play.game import Openings
         from matrixlib.play.match import random_openings
 
-        if not options.openings:
+        file, limit = options.openings, options.opening_plies
+        if not file:
             states = random_openings(self.game, count, seed, plies)
             return Openings(states, [np.zeros(0, np.uint64)] * count)
-        found = self.read_openings(options.openings, options.opening_plies, count, seed)
+        found = self.read_openings(file, limit, count, seed)
         if len(found) < count:
             raise ValueError(
-                f"openings '{options.openings}': {len(found)} different ones, where {count} are asked for; give "
+                f"openings '{file}': {len(found)} different ones, where {count} are asked for; give "
                 "fewer pairs, more plies or another file"
             )
         return found

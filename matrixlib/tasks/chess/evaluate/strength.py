@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from matrixlib.config import OpeningOptions
 from matrixlib.play.elo import Rating, rating
-from matrixlib.play.game import OpeningOptions, Openings
+from matrixlib.play.game import Openings
 from matrixlib.play.match import Choice, Match, Player, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.tasks.chess.evaluate.net import Net
