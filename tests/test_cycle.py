@@ -312,6 +312,10 @@ def test_the_scale_of_ratings_has_no_end(script: Script) -> None:
     (fourth,) = script.train("even")
     assert [g.results.keys() for g in script.cycle.history()] == [{0}, {0, 1}, {0, 2}, {0, 2}]
     assert fourth.anchor_by is None, "a match that has begun keeps its opponent"
+    settings["network"]["task"] = "somebody.elses:TASK"
+    (folder / "cycle.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(cycle.CycleError, match="another configuration"):  # whose code is not imported
+        cycle.open_cycle("demo", "cpu", "p", TINY)
 
 
 def test_a_generation_keeps_its_opponent_through_a_roll_back(script: Script) -> None:

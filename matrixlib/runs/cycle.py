@@ -78,7 +78,9 @@ def open_cycle(
             write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
-    stored, wanted = configuration.dump(games.load_cycle(str(path))), configuration.dump(config)  # with new options
+    stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
+    if configuration.merge(stored, {"network": {"task": config.network.task}}) == stored:  # import no other's code
+        stored = configuration.dump(games.load_cycle(str(path)))  # with options that are newer than it
     if stored | {key: wanted[key] for key in FREE} != wanted:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
@@ -320,8 +322,8 @@ class Cycle:
         return {"new": share, "top1_new": figures.get("top1")}
 
     def _anchored(self, generation: Generation) -> Generation:
-        """Fix the opponent of the anchor match: the newest earlier generation not beaten in all games of a match, so
-        that the scale of ratings has no end; if there is none, the newest."""
+        """Fix the opponent of the anchor match: the newest earlier generation that no other has beaten in all games,
+        so that the scale of ratings has no end; if there is none, the newest."""
         if generation.anchor or generation.anchor_by is not None or not self.config.match.anchor_pairs:
             return generation
         known = [row for g in (*self.history(), generation) for row in g.results.items()]
