@@ -20,7 +20,6 @@ from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.records import UNKNOWN, Records, policy_index, to_board
 
 GAME = ChessGame()
-ENTRY = np.dtype([("key", ">u8"), ("rest", "V8")])  # of a Polyglot book
 Line = tuple[str, Records, NDArray[np.uint64]]  # where it stands, its last state (1,), keys of the states before
 
 
@@ -92,7 +91,7 @@ def _positions(path: Path, plies: int) -> Iterator[Line]:
 
 def _polyglot(path: Path, plies: int) -> Iterator[Line]:
     data = path.read_bytes()
-    keys = np.frombuffer(data[: len(data) // 16 * 16], ENTRY)["key"]
+    keys = np.frombuffer(data[: len(data) // 16 * 16], ">u8")[::2]  # an entry: key, move, weight, learning
     if len(data) % 16 or (keys[1:] < keys[:-1]).any():
         raise ValueError(f"openings '{path}': no Polyglot book, which has entries of 16 bytes by ascending keys")
     states, past = GAME.initial(1), np.zeros((1, 0), np.uint64)
