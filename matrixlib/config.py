@@ -169,6 +169,24 @@ class TrainConfig(Section):
     heartbeat_seconds: Positive = option(5.0, "seconds between heartbeat.json writes")
 
 
+class OpeningOptions(Section):
+    """Where games start from."""
+
+    openings: str = option("", "file of openings: .pgn, .epd, .fen or Polyglot's .bin; empty = none")
+    opening_plies: Count = option(16, "most plies of an opening from a .pgn or .bin file")
+
+
+class StrengthConfig(OpeningOptions):
+    """Matches of the network in training against an anchor; for games."""
+
+    every: CountOrZero = option(0, "updates between matches; the last update has one, too; 0 = off")
+    anchor: str = option("", "opponent: a run, a checkpoint or a network's file; empty = the run's first weights")
+    pairs: Count = option(16, "pairs of games: one opening, sides swapped; the same openings each time")
+    simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
+    random_plies: Count = option(6, "random plies of an opening where there is no file of them")
+    plies: Count = option(240, "longer games are drawn")
+
+
 class ValidationConfig(Section):
     interval: Count | Auto = option(500, "updates between validations; `auto` = by `share` of the time")
     share: Annotated[Real, Field(gt=0, lt=1)] = option(0.05, "share of the time for validation with interval `auto`")
@@ -181,6 +199,7 @@ class ValidationConfig(Section):
     patience: CountOrZero = option(0, "full validations without improvement before stopping; 0 = off")
     min_delta: NonNegative = option(0.001, "smallest improvement of the validation loss that counts")
     target_loss: NonNegative = option(0.0, "stop at this full validation loss; an error below the floor; 0 = off")
+    strength: StrengthConfig = StrengthConfig()
 
 
 class HealthConfig(Section):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
@@ -333,6 +334,32 @@ def test_only_the_match_promotes_and_only_once(script: Script) -> None:
     assert told == [(1, 0, "SPRT is undecided"), (2, 2, "SPRT accepts"), (3, 2, "SPRT refuses")]
     assert list(script.cycle.train(3)) == generations, "decided once"
     assert (script.cycle.decisions(), script.cycle.best) == (decisions, 2)
+
+
+def test_the_scale_of_ratings_has_no_end(script: Script) -> None:
+    """Each anchor match is against the newest generation not beaten in all games; in old cycles against 0."""
+    generations = script.train("won", "won", "even")
+    assert [(g.by, g.anchor_by) for g in generations] == [(0, 0), (1, 0), (2, 2)]
+    scale = cycle_games.ratings(generations)
+    assert scale.index.tolist() == [0, 1, 2, 3]
+    assert scale["elo"][0] == scale["low"][0] == 0 < scale["elo"][1] < scale["elo"][2]
+    assert ((scale["low"] <= scale["elo"]) & (scale["elo"] <= scale["high"])).all()
+    folder = script.cycle.folder
+    for path in folder.glob("generation_*.json"):
+        path.write_text(json.dumps({key: v for key, v in json.loads(path.read_text()).items() if key != "anchor_by"}))
+    settings = yaml.safe_load((folder / "cycle.yaml").read_text())
+    for section in ("selfplay", "match"):
+        del settings[section]["openings"]
+    (folder / "cycle.yaml").write_text(yaml.safe_dump(settings))
+    Generation(number=4, by=2, match=((0, 0, 64, 0, 0),), anchor=((0, 0, 1, 0, 0),)).write(folder)
+    script.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64, "anchor_pairs": 2}})
+    (fourth,) = script.train("even")
+    assert [g.results.keys() for g in script.cycle.history()] == [{0}, {0, 1}, {0, 2}, {0, 2}]
+    assert fourth.anchor_by is None, "a match that has begun keeps its opponent"
+    settings["network"]["task"] = "somebody.elses:TASK"
+    (folder / "cycle.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(cycle.CycleError, match="another configuration"):  # whose code is not imported
+        cycle.open_cycle("demo", "cpu", "p", TINY)
 
 
 def test_a_generation_keeps_its_opponent_through_a_roll_back(script: Script) -> None:

@@ -91,11 +91,16 @@ def test_rating_table_finds_strengths_through_common_opponents() -> None:
     assert table.index.tolist() == ["p3", "p2", "p1", "p0"]
     np.testing.assert_allclose(table["elo"], truth, atol=15)
     assert ((table["low"] < truth) & (truth < table["high"])).all()
+    over = rating_table(matches, zero="p0")
+    np.testing.assert_allclose(over["elo"], table["elo"] - table["elo"]["p0"])
+    assert over.loc["p0", ["elo", "low", "high"]].tolist() == [0, 0, 0]
+    assert (np.diff((over["high"] - over["low"]).to_numpy()) < 0).all(), "the further, the less certain"
     wins = [0, 1, 4, 5, 10]
     circle = rating_table({("a", "b"): wins, ("b", "c"): wins, ("c", "a"): wins})
     assert circle["elo"].tolist() == pytest.approx([0, 0, 0], abs=1e-3)
-    best, worst = rating_table({("a", "b"): [0, 0, 0, 0, 10]})["elo"]
-    assert 100 < best - worst < 1000
+    won = rating_table({("a", "b"): [0, 0, 0, 0, 10]}, zero="b")
+    assert won.loc["a", ["games", "score"]].tolist() == [20, 1]
+    assert 100 < won["low"]["a"] < won["elo"]["a"] - 100 < won["high"]["a"] - 200 < 2000, "wins alone are not certain"
     counts = [100, 300, 800, 500, 200]
     two, alone = rating_table({("a", "b"): counts}), rating(counts)
     assert two["elo"]["a"] - two["elo"]["b"] == pytest.approx(alone.elo, rel=0.01)

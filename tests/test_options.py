@@ -48,6 +48,7 @@ CHESS: dict[str, Any] = {
         "policy": {"kind": "factored"},
     },
     "curriculum": {"kind": "adaptive", "metric": "policy/top1", "patience": 1, "dwell": 1},
+    "validation": {"strength": {"every": 10, "pairs": 1, "simulations": 2, "plies": 4}},
 }
 LATIN: dict[str, Any] = {
     "optim": {"optimiser": "muon"},

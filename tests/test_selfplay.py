@@ -105,6 +105,21 @@ def test_temperature(gumbel: int) -> None:
     assert [len(lines) > 20 for lines in late.values()] == [True]
 
 
+@pytest.mark.parametrize("full_share", [1e-9, 1.0], ids=["quick", "full"])
+def test_late_temperature_under_gumbel(full_share: float) -> None:
+    """Noise draws the search's own choice in full searches: 0 must play the policy's best move there too, and a higher
+    temperature more different ones, after quick searches as well."""
+    gumbel, shares = SearchOptions(max_num_considered_actions=4, maxvisit_init=4.0), list[float]()
+    for warm in (0.0, 0.3, 1.0):
+        options = changed(OPTIONS, full_share=full_share, temperature_plies=2, late_temperature=warm)
+        traces = list(play_games(GAME, uniform, range(40), options, gumbel))
+        assert all(map(same, traces, play_games(GAME, uniform, range(40), options, gumbel))), "same seed, same games"
+        rows = [(t, row, t.offsets[row], t.offsets[row + 1]) for t in traces for row in range(2, len(t.line))]
+        best = [t.moves[begin:end][t.policy[begin:end].argmax()] == t.line[row] for t, row, begin, end in rows]
+        shares.append(float(np.mean(best)))
+    assert shares[0] == 1 > shares[1] > shares[2]
+
+
 def gloomy(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
     """An evaluator that finds the side lost that does not start the game, whatever happens."""
     prior, _ = uniform(states, moves, offsets)

@@ -81,10 +81,10 @@ class Stats:
     before this update. seconds: data wait plus update. times: seconds by phase (`timing.PHASES`), on a GPU possibly one
     update late. loader: `Source.prefetch_stats`. throughput: rows/s. share_of_peak: of the device's matrix rate (MFU).
     gate, dropout: factors on SSL weights and dropout rates. left_out: rows without SSL terms because of
-    `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`. memory: since the last row that has
-    it. statistics: "outputs", "gradient_norm", "blocks", "dead_units". initial: at the first update, by term "loss",
-    "chance", "floor". extra: the user's own numbers (`Trainer.log`). messages: for people. None or (): not in this
-    update.
+    `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`. strength: of a match against the
+    anchor, see `Context`. memory: since the last row that has it. statistics: "outputs", "gradient_norm", "blocks",
+    "dead_units". initial: at the first update, by term "loss", "chance", "floor". extra: the user's own numbers
+    (`Trainer.log`). messages: for people. None or (): not in this update.
 
     Not logged: main_loss: `loss` without SSL terms, whose weights change. counts: items by term; terms without items
     are in `empty`, not in `losses`; gated ones are in neither. finite: all terms and gradients are finite; detail:
@@ -116,6 +116,7 @@ class Stats:
     left_out: int | None = None
     phase: int | None = None
     validation: dict[str, Any] | None = None
+    strength: dict[str, float] | None = None
     memory: dict[str, Any] | None = None
     statistics: dict[str, Any] | None = None
     initial: dict[str, dict[str, float]] | None = None

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-PHASES = ("wait", "copy", "teacher", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
+PHASES = ("wait", "copy", "teacher", "forward", "backward", "read", "optimiser", "validation", "strength", "checkpoint")
 """wait: for the loader. copy: host to device. teacher: its forward pass. read: the one host read of an update, which
 waits for the device."""
 ON_DEVICE = ("copy", "teacher", "forward", "backward", "optimiser")
-BETWEEN = ("validation", "checkpoint")
+BETWEEN = ("validation", "strength", "checkpoint")
 """Between updates, not part of their seconds."""
 TRACED, RATE_UPDATES = 3, 20
 """Updates in a trace; that the throughput is measured over."""

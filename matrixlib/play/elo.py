@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair: mean of its games
+DRAWN_PAIR = np.array([0, 0, 1, 0, 0])
 Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
 CONFIDENCE = 0.95  # of intervals
@@ -69,12 +70,15 @@ def rating(pairs: Counts) -> Rating:
     )
 
 
-def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0) -> pd.DataFrame:
+def rating_table(
+    matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0, zero: str = ""
+) -> pd.DataFrame:
     """Ratings of several players, best first, from the pair results (5,) of each match (first player, second player).
 
-    A row a player: games, score, elo against the mean, low and high of its 95 % interval (bootstrap over pairs).
-    Bradley-Terry strengths (draws are half points), with one drawn pair added between opponents so that they are
-    finite. ValueError if matches do not connect all players.
+    A row a player: games, score, elo against the mean (or the player `zero`), low and high of its 95 % interval
+    (Bayesian bootstrap over pairs, Rubin 1981). Bradley-Terry strengths (draws are half points), with one drawn pair
+    added to each match, so that all is finite and a match of wins alone does not look certain. ValueError if matches do
+    not connect all players.
     """
     import pandas as pd
 
@@ -83,16 +87,16 @@ def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, 
     rng = np.random.default_rng(seed)
     points = np.zeros((samples + 1, len(names), len(names)))  # of i against j: observed, then resampled
     for (one, other), pairs in matches.items():
-        counts = _counts(pairs)
-        n = int(counts.sum())
-        won = np.concatenate([counts[None], rng.multinomial(n, counts / n, samples)]) @ PAIR_SCORES
+        counts = _counts(pairs) + DRAWN_PAIR
+        n = counts.sum()
+        drawn = rng.standard_gamma(counts, (samples, len(counts)))
+        won = np.concatenate([counts[None], n * drawn / drawn.sum(1, keepdims=True)]) @ PAIR_SCORES
         points[:, row[one], row[other]] += 2 * won
         points[:, row[other], row[one]] += 2 * (n - won)
-    played, score = (points[0] + points[0].T).sum(1), points[0].sum(1)
     met = points[0] + points[0].T > 0
+    played, score = (points[0] + points[0].T - 2 * met).sum(1), (points[0] - met).sum(1)
     if not np.linalg.matrix_power(met + np.eye(len(names)), len(names)).all():
         raise ValueError(f"no chain of matches links all of {', '.join(names)}: they have no common scale")
-    points += met
     games, strength = points + points.transpose(0, 2, 1), np.ones(points.shape[:2])
     for _ in range(5000):  # minorisation-maximisation (Hunter 2004)
         update = points.sum(2) / (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
@@ -102,6 +106,7 @@ def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, 
         if converged:
             break
     elo = 400 * np.log10(strength)
+    elo -= elo[:, [row[zero]]] if zero else 0
     low, high = np.quantile(elo[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     columns = {"games": played.astype(int), "score": score / played, "elo": elo[0], "low": low, "high": high}
     frame = pd.DataFrame(columns, index=names)

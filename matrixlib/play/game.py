@@ -88,6 +88,20 @@ class Past:
     known: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Openings:
+    """Start states (N,), distinct, and for each the keys of its game's earlier states."""
+
+    states: States
+    history: Sequence[NDArray[np.uint64]]
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, rows: slice) -> "Openings":
+        return Openings(self.states[rows], self.history[rows])
+
+
 class Game(Protocol):
     """Rules of a two-player game for batches of N states."""
 

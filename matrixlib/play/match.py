@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from matrixlib.config import Count, CountOrZero, option
+from matrixlib.config import Count, CountOrZero, OpeningOptions, option
 from matrixlib.play.elo import Sprt
 from matrixlib.play.game import Game, GameRecord, Moves, States
 from matrixlib.play.search import Evaluate, Search, SearchOptions
@@ -81,20 +81,26 @@ def play_pairs(
     plies: int = 400,
     names: tuple[str, str] = ("first", "second"),
     start: int = 0,
+    history: Sequence[NDArray[np.uint64]] = (),
 ) -> Match:
     """Two games from each opening (P,), in lock-step; a game of `plies` plies is a draw.
 
-    start: number of the first game. ValueError for a terminal opening or an illegal move.
+    start: number of the first game. history: keys of the states before each opening, default none. ValueError for a
+    terminal opening or an illegal move.
     """
     states, count = np.repeat(openings, 2), 2 * len(openings)
     moves: list[list[int]] = [[] for _ in range(count)]
     comments: list[list[str]] = [[] for _ in range(count)]
-    keys = np.zeros((count, plies + 1), np.uint64)
+    before = [np.asarray(keys, np.uint64) for keys in history] or [np.zeros(0, np.uint64)] * len(openings)
+    early = max(map(len, before), default=0)
+    keys = np.zeros((count, early + plies + 1), np.uint64)
+    for i in range(count):
+        keys[i, early - len(before[i // 2]) : early] = before[i // 2]
     course = np.empty((count, plies + 1), states.dtype)
     results, endings = np.zeros(count), ["ply limit"] * count
     live = np.arange(count)
     for ply in range(plies + 1):
-        keys[live, ply], course[live, ply] = game.key(states[live]), states[live]
+        keys[live, early + ply], course[live, ply] = game.key(states[live]), states[live]
         legal, offsets = game.legal(states[live])
         values = game.terminal(states[live], np.diff(offsets))
         over = ~np.isnan(values)
@@ -110,8 +116,9 @@ def play_pairs(
             games = live[(live + ply) % 2 == second_moves]
             if not len(games):
                 continue
-            before = [keys[i, :ply] for i in games], [course[i, :ply] for i in games]
-            choice = player(Turn(games + start, states[games], *before, [moves[i] for i in games]))
+            known = [keys[i, early - len(before[i // 2]) : early + ply] for i in games]
+            past = [course[i, :ply] for i in games]
+            choice = player(Turn(games + start, states[games], known, past, [moves[i] for i in games]))
             texts = choice.comments or [""] * len(games)
             for i, move, text in zip(games.tolist(), choice.moves.tolist(), texts, strict=True):
                 if move not in allowed[i]:
@@ -120,7 +127,7 @@ def play_pairs(
                 moves[i].append(move)
                 comments[i].append(text)
         after = game.play(states[live], np.array([moves[i][-1] for i in live], np.int32))
-        times = (keys[live, : ply + 1] == game.key(after)[:, None]).sum(1)
+        times = (keys[live, : early + ply + 1] == game.key(after)[:, None]).sum(1)
         states[live] = game.repeat(after, times.astype(np.int32))
     records = []
     for i, side in enumerate(np.repeat(game.to_move(openings), 2).tolist()):
@@ -131,18 +138,18 @@ def play_pairs(
     return Match(tuple(records))
 
 
-class MatchOptions(Sprt):
+class MatchOptions(Sprt, OpeningOptions):
     """Matches of a candidate against the best network."""
 
     pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(64, "most pairs of games (one opening, colours swapped)")
     batch: Count = option(16, "pairs played at once; SPRT is tested after each batch")
     num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
     random_plies: Annotated[int, Field(ge=3)] = option(
-        6, "random plies of an opening; below 3 there are too few openings"
+        6, "random plies of an opening without a file of them; below 3 there are too few"
     )
     plies: Count = option(240, "longer games are drawn")
     anchor_pairs: Annotated[int, Field(ge=0, le=1 << 20)] = option(
-        32, "pairs of each candidate against generation 0, for the Elo curve"
+        32, "pairs of each candidate against the newest generation not beaten in all games, for the Elo curve"
     )
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Real, Section, option
-from matrixlib.play.game import Game, States, Trace, Values
+from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, OpeningOptions, Real, option
+from matrixlib.play.game import Game, Openings, States, Trace, Values
 from matrixlib.play.search import Evaluate, Search, SearchOptions, SearchResult
 
 Judges: TypeAlias = Mapping[str, Callable[[States], Values]]
@@ -31,9 +31,11 @@ def play_games(
     options: SelfPlayOptions,
     search_options: SearchOptions | None = None,
     seed: int = 0,
+    openings: Openings | None = None,
     judges: Judges = NO_JUDGES,
 ) -> Iterator[Trace]:
-    """Play the games of these numbers; yields each when finished."""
+    """Play the games of these numbers; yields each when finished. openings: game i starts from number i, modulo their
+    number; default the game's initial state."""
     search = Search(game, evaluate, search_options, options.parallel, seed)
     waiting = iter(numbers)
     running: dict[int, _GameInProgress] = {}
@@ -41,7 +43,9 @@ def play_games(
     while True:
         while free and (number := next(waiting, None)) is not None:
             rng = np.random.default_rng([seed, number, 0, 1])
-            state, history = _opening(game, rng, options)
+            start = Openings(game.initial(1), [np.zeros(0, np.uint64)]) if openings is None else openings
+            row = number % len(start)
+            state, history = _opening(game, start[row : row + 1], rng, options)
             search.reset(free[0], state, history, stream=number)
             running[free.pop(0)] = _GameInProgress(number, bool(rng.random() >= options.play_out))
         if not running:
@@ -58,9 +62,11 @@ def play_games(
                 free.append(slot)
 
 
-def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> tuple[States, NDArray[np.uint64]]:
-    """A state after random plies, stopping before the game's end; and keys of earlier states."""
-    state, keys = game.initial(1), list[np.uint64]()
+def _opening(
+    game: Game, start: Openings, rng: np.random.Generator, options: SelfPlayOptions
+) -> tuple[States, NDArray[np.uint64]]:
+    """A state after random plies from a start, stopping before the game's end; and keys of earlier states."""
+    state, keys = start.states, list(start.history[0])
     low, high = options.random_plies
     for _ in range(rng.integers(low, high + 1)):
         moves, _ = game.legal(state)
@@ -81,7 +87,10 @@ def _move(search: Search, slots: list[int], games: list[_GameInProgress], option
         game = games[i]
         ply = len(game.moves)
         warm = options.temperature if ply < options.temperature_plies else options.late_temperature
-        game.moves.append(result.best if warm == 0 else draw_move(result, warm, rngs[i]))
+        # Under Gumbel noise `best` is itself drawn
+        noisy = full[i] and search.options.max_num_considered_actions
+        best = int(result.moves[result.policy.argmax()]) if noisy else result.best
+        game.moves.append(best if warm == 0 else draw_move(result, warm, rngs[i]))
         side = ply % 2
         game.weak[side] = game.weak[side] + 1 if result.value < options.resign_below else 0
         if game.gave_up < 0 and game.weak[side] >= options.resign_moves:
@@ -147,7 +156,7 @@ def _trace(
     )
 
 
-class SelfPlayOptions(Section):
+class SelfPlayOptions(OpeningOptions):
     """How games are played.
 
     A full search explores and is a training position; with probability 1 - full_share a move gets a quick search
@@ -164,7 +173,9 @@ class SelfPlayOptions(Section):
     )
     temperature_plies: CountOrZero = option(30, "number of first plies")
     late_temperature: NonNegative = option(0.0, "temperature of later plies")
-    random_plies: tuple[CountOrZero, CountOrZero] = option((0, 0), "fewest and most random plies at the start")
+    random_plies: tuple[CountOrZero, CountOrZero] = option(
+        (0, 0), "fewest and most random plies at the start, after the opening"
+    )
     plies: Count = option(400, "longer games are cut off, without a result unless they can be judged")
     resign_below: Annotated[Real, Field(ge=-1, lt=0)] = option(-1.0, "resign below this value; -1 = never")
     resign_moves: Count = option(3, "own moves in a row below it before resigning")

@@ -23,7 +23,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
-from matrixlib.data.shards import read_info
+from matrixlib.data.shards import file_hash, read_info
 from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
@@ -33,7 +33,6 @@ from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
-from matrixlib.play.match import random_openings
 from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
@@ -69,20 +68,32 @@ def open_cycle(
         spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
     games.judges(config)  # refuse missing tables before any game
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
-    random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
+    rules, book, plies = games.rules(config), config.selfplay.openings, config.selfplay.opening_plies
+    rules.openings(config.match, needed, config.seed, config.match.random_plies)
+    if book:
+        rules.read_openings(book, plies, 1, config.seed)
+    books = {file: file_hash(files.from_home(file)) for file in (book, config.match.openings) if file}
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
         config = _with_start(folder, config)
         if not path.exists():
+            write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
     stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
+    if configuration.merge(stored, {"network": {"task": config.network.task}}) == stored:  # import no other's code
+        stored = configuration.dump(games.load_cycle(str(path)))  # with options that are newer than it
     if stored | {key: wanted[key] for key in FREE} != wanted:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
+        )
+    if books and read_json(folder / "openings.json") != books:
+        raise CycleError(
+            f"the openings of cycle '{name}' ({', '.join(books)}) are not the files that it began with: bring those "
+            "back, or give the cycle another name"
         )
     runtime.apply()  # evaluations are stored, too
     return Cycle(folder, config, runtime)
@@ -164,7 +175,8 @@ class Cycle:
                     if generation.decision is None:
                         generation = self._learn(self._play(generation))
                         generation = self._match(generation, "match", generation.by)
-                        generation = self._decide(self._match(generation, "anchor", 0))
+                        generation = self._anchored(generation)
+                        generation = self._decide(self._match(generation, "anchor", generation.anchor_by or 0))
                 finally:
                     self.runtime.apply()  # games in this process set one thread
                 yield generation
@@ -222,6 +234,10 @@ class Cycle:
         config, runtime = self.config, replace(self.runtime, threads=1)
         starts = range(0, config.games, config.chunk)
         play = partial(games.play_chunk, self.name, config, runtime, generation.model_copy(update={"chunks": {}}))
+        if config.selfplay.openings:
+            book, seed = config.selfplay, [config.seed, generation.number]
+            openings = self.rules.read_openings(book.openings, book.opening_plies, config.games, seed)
+            play = partial(play, openings=openings)
         todo = {first: partial(play, first) for first in starts if str(first) not in generation.chunks}
         if not todo:
             return generation
@@ -344,11 +360,22 @@ class Cycle:
         figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
         return {name: float(value) for name, value in figures.items()}
 
+    def _anchored(self, generation: Generation) -> Generation:
+        """Fix the opponent of the anchor match: the newest earlier generation that no other has beaten in all games,
+        so that the scale of ratings has no end; if there is none, the newest."""
+        if generation.anchor or generation.anchor_by is not None or not self.config.match.anchor_pairs:
+            return generation
+        known = [row for g in (*self.history(), generation) for row in g.results.items()]
+        beaten = {other for other, pairs in known if 0 < sum(pairs) == pairs[-1]}
+        left = set(range(generation.number)) - beaten
+        return generation.write(self.folder, anchor_by=max(left, default=generation.number - 1))
+
     def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """Match against an earlier network, in batches counted in order, until the plan or the test ends it."""
-        options, number, game = self.config.match, generation.number, self.rules.game
+        options, number = self.config.match, generation.number
         pairs = options.pairs if kind == "match" else options.anchor_pairs
-        openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
+        seed = [self.config.seed, number, ord(kind[0])]
+        openings = self.rules.openings(options, pairs, seed, options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
         stored = [games.weights_of(self.folder, self.config, g) for g in (number, other)]
         play = partial(games.play_part, self.config, replace(self.runtime, threads=1), (number, other))

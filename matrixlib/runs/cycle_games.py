@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 import safetensors.torch
 import torch
+from pandas import DataFrame
 from pydantic import Field, SerializeAsAny, model_validator
 from torch import nn
 
@@ -37,7 +38,8 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play.game import States, uniform
+from matrixlib.play.elo import rating_table
+from matrixlib.play.game import Openings, uniform
 from matrixlib.play.match import MatchOptions, Player, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.play.selfplay import Judges, SelfPlayOptions, play_games, tally
@@ -53,7 +55,7 @@ HELD_OUT = 20  # one in so many games is held out
 Share: TypeAlias = Annotated[Real, Field(gt=0, lt=1)]
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
 Tally: TypeAlias = dict[str, Any]  # see `selfplay.tally`
-Against: TypeAlias = Literal["match", "anchor"]  # the best network, or generation 0
+Against: TypeAlias = Literal["match", "anchor"]  # the best network, or the opponent for the scale of ratings
 
 
 class CycleError(ValueError):
@@ -174,8 +176,9 @@ class Generation(Section):
     generations' positions and of other data sets, number of decisions, updates (0: as the network's configuration
     says). top1: on held-out positions, None if the game has no such figure; top1_new: on those in no training game;
     new: their share. value_loss: on positions of the games trained on, on held-out ones, its standard error over
-    games, and chance; empty without such a term. match, anchor: the candidate's results by batch. rollbacks:
-    between this decision and the next.
+    games, and chance; empty without such a term. match, anchor: the candidate's results by batch. anchor_by:
+    opponent of the anchor match, None for generation 0 in cycles of before. rollbacks: between this decision and the
+    next.
     """
 
     number: int
@@ -192,6 +195,7 @@ class Generation(Section):
     new: float | None = None
     match: tuple[Pairs, ...] = ()
     anchor: tuple[Pairs, ...] = ()
+    anchor_by: int | None = None
     decision: Decision | None = None
     rollbacks: tuple[Decision, ...] = ()
 
@@ -218,6 +222,13 @@ class Generation(Section):
         """(5,) results over all batches."""
         return tuple(np.sum([(0, 0, 0, 0, 0), *getattr(self, kind)], axis=0).tolist())
 
+    @property
+    def results(self) -> dict[int, tuple[int, ...]]:
+        """Results (5,) of all its games, by opponent."""
+        found = {self.by: np.array(self.pairs("match"))}
+        found[self.anchor_by or 0] = found.get(self.anchor_by or 0, 0) + np.array(self.pairs("anchor"))
+        return {other: tuple(pairs.tolist()) for other, pairs in found.items()}
+
     def write(self, folder: Path, **changes: Any) -> Generation:
         """Write its file with these changes; returns the new record."""
         changed = self.model_copy(update=changes)
@@ -236,6 +247,13 @@ def read_generations(folder: Path) -> dict[int, Generation]:
             raise CycleError(f"{path} is damaged ({reason}): bring it back, or begin another cycle") from error
         stored[generation.number] = generation
     return dict(sorted(stored.items()))
+
+
+def ratings(generations: Iterable[Generation]) -> DataFrame:
+    """Elo of generations over generation 0 from all their matches: `rating_table`, a row a generation, ascending."""
+    known = [(g.number, *row) for g in generations for row in g.results.items()]
+    found = {(str(number), str(other)): pairs for number, other, pairs in known if sum(pairs)}
+    return rating_table(found, zero="0").rename(index=int).sort_index()
 
 
 def rules(config: CycleConfig) -> GameSpec:
@@ -302,18 +320,24 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
 
 
 def play_chunk(
-    cycle: str, config: CycleConfig, runtime: Runtime, generation: Generation, first: int, stored: bytes
+    cycle: str,
+    config: CycleConfig,
+    runtime: Runtime,
+    generation: Generation,
+    first: int,
+    stored: bytes,
+    openings: Openings | None = None,
 ) -> tuple[Tally, dict[str, bytes]]:
     """One chunk of self-play games from `first` on, with these weights: tally, and shards (name -> bytes) of training
-    and held-out games. runtime: single-threaded, as processes are the parallelism."""
+    and held-out games. runtime: single-threaded, as processes are the parallelism. openings: see `play_games`."""
     runtime.apply()
     spec, game = get_task(config.network.task), rules(config)
     evaluator = Evaluator(network(config, runtime, stored))
     seed = config.seed * 1_000_003 + generation.number
     began = time.monotonic()
     numbers = range(first, min(first + config.chunk, config.games))
-    traces = list(play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed, judges(config)))
-    traces.sort(key=lambda trace: trace.number)
+    played = play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed, openings, judges(config))
+    traces = sorted(played, key=lambda trace: trace.number)
     hashes = {n: hashlib.blake2b(f"{cycle}/{generation.number}/{n}".encode(), digest_size=8) for n in numbers}
     ids = {n: int.from_bytes(named.digest(), "little") for n, named in hashes.items()}
     batch = game.batch(traces, ids)
@@ -335,12 +359,13 @@ def play_chunk(
 
 
 def play_part(
-    config: CycleConfig, runtime: Runtime, generations: tuple[int, int], openings: States, first: int, *stored: bytes
+    config: CycleConfig, runtime: Runtime, generations: tuple[int, int], openings: Openings, first: int, *stored: bytes
 ) -> tuple[str, Pairs]:
     """Game pairs between two generations from number `first` on: (games as text, pair results)."""
     runtime.apply()
     game = rules(config).game
     one, two = (player(config, network(config, runtime, part)) for part in stored)
     names = f"generation {generations[0]}", f"generation {generations[1]}"
-    match = play_pairs(game, one, two, openings, config.match.plies, names, 2 * first)
+    starts, past = openings.states, openings.history
+    match = play_pairs(game, one, two, starts, config.match.plies, names, 2 * first, past)
     return "\n\n".join(game.write(record) for record in match.games) + "\n", tuple(match.pairs().tolist())

@@ -34,9 +34,9 @@ class RunError(ValueError):
 
 @dataclass
 class RunData:
-    """Training and held-out data of one run, and messages about it. ranks: which rows this process prepares. parts: the
-    caller's, already in `task`. training, validation: loaders over all data. RunError if either is empty, or a phase
-    has no data."""
+    """Training and held-out data of one run, and messages about it. ranks: which rows this process prepares. parts:
+    the caller's, already in `task`. strength: a `runs.strength.StrengthMatch`. training, validation: loaders over
+    all data. RunError if either is empty, or a phase has no data."""
 
     config: Config
     runtime: Runtime
@@ -47,6 +47,7 @@ class RunData:
     teacher: Teacher | None = None
     ranks: RankSlice = RankSlice()
     parts: Parts = Parts()
+    strength: Any = None
 
     def __post_init__(self) -> None:
         self._sidecars: Sidecars | None = None

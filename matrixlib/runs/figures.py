@@ -60,6 +60,7 @@ class Plot:
 PLOTS = [
     Plot("accuracy [%]", rf"({HELD_OUT})?metrics/(?!ssl_)(.*/)?(top1|top3|accuracy|valid)[^/]*", scale=100),
     Plot("SSL accuracy [%]", rf"({HELD_OUT})?metrics/ssl_.*/accuracy", scale=100),
+    Plot("Elo over the anchor, 95 %", "strength/(elo|low|high)", smooth=False),
     Plot("learning rate", "learning_rate", smooth=False),
     Plot("gradient norm", "grad_norm", log=True, levels={"clipped above": "clip", "95 % below": "p95"}),
     Plot("positions/s", "throughput"),
@@ -111,7 +112,7 @@ class Mark:
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Plotted numbers of a metrics.jsonl row by `frame` column, and its step."""
     norms = row.get("statistics", {}).get("gradient_norm", {})
-    parts = {key: row[key] for key in (*LOGGED, "memory") if row.get(key) is not None}
+    parts = {key: row[key] for key in (*LOGGED, "strength", "memory") if row.get(key) is not None}
     return {"step": row["step"], **dict(flatten(parts)), **{key: norms[key] for key in ("p95", "clip") if key in norms}}
 
 
@@ -203,7 +204,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 
 def readable(column: str) -> str:
     """A column's name for people: "metrics/policy/top1" is "policy top-1", "metrics/value/accuracy" is "value"."""
-    name = re.sub(r"^(validation/)?(losses/|metrics/|extra/|memory/)?", "", column).removeprefix("ssl_")
+    name = re.sub(r"^(validation/)?(losses/|metrics/|extra/|memory/|strength/)?", "", column).removeprefix("ssl_")
     name = NAMES.get(name, name)
     return re.sub(r"top(\d)", r"top-\1", name.removesuffix("/accuracy")).replace("_", " ").replace("/", " ")
 

@@ -170,9 +170,8 @@ def resume_record(
     data = configuration.dump(parse_config(data, file, requested.task))
     changes = changes_on_resume(folder, requested, record)
     for key, (old, new) in changes.items():
-        section, name = key.split(".")
         if key not in SETTLED or new != "auto":
-            data[section][name] = new
+            data = configuration.merge(data, configuration.nest({key: new}))
             messages.append(f"changed on resume: {key} {old} -> {new}")
     config = parse_config(data, file, requested.task)
     if changes:  # the next resume compares with this
@@ -212,7 +211,8 @@ def write_record(folder: Path, preset: str, requested: Config, data: RunData, ki
         "runtime": data.runtime.to_dict(),
     }
     teacher = dict(data.teacher.record) if data.teacher is not None else {}
-    sources = {"parts": data.parts.record(), "init": init, "teacher": teacher}
+    anchor = data.strength.record if data.strength is not None else {}
+    sources = {"parts": data.parts.record(), "init": init, "teacher": teacher, "anchor": anchor}
     write_json(folder / "run.json", record | {name: value for name, value in sources.items() if value})
 
 

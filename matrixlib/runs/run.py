@@ -365,6 +365,13 @@ def _open(
         data = autotune.checked_runtime(data, requested)
         if data.runtime.device != runtime.device:
             data.teacher = spec.teacher(config, data.runtime, {})
+    if config.validation.strength.every and ranks.first:
+        from matrixlib.runs.strength import StrengthMatch
+
+        data.strength = StrengthMatch(data, folder)
+        if name := config.validation.strength.anchor:
+            sha256 = data.strength.record["sha256"]
+            starts.check_same_weights(f"anchor '{name}'", sha256, record.get("anchor", {}), folder.name)
     # After the self-test: the teacher's cached outputs are permanent.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     if data.runtime.compile:

@@ -85,7 +85,11 @@ def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Con
 
     name, prefix: for messages, before the message and before each key.
     """
-    return configuration.validated(task_of(data, name, prefix).config, data, name, prefix)
+    task = task_of(data, name, prefix)
+    config: Config = configuration.validated(task.config, data, name, prefix)
+    if config.validation.strength.every and task.game is None:
+        raise ConfigError(f"{name}: '{prefix}validation.strength.every': {config.task} is no game for two; set it to 0")
+    return config
 
 
 def task_of(data: Mapping[str, Any], name: str, prefix: str = "") -> TaskSpec[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from matrixlib.config import Config, ConfigError, DataConfig
+from matrixlib.config import Config, ConfigError, DataConfig, OpeningOptions
 from matrixlib.data.remote import download_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Phase, SourceCurriculumConfig
 from matrixlib.engine.parts import Parts
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.play.game import Game, Trace
+    from matrixlib.play.game import Game, Openings, Trace
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
     from matrixlib.play.selfplay import Judges
@@ -97,6 +97,30 @@ class GameSpec(ABC):
         if syzygy or material:
             raise ValueError(f"selfplay.syzygy and selfplay.material are for chess, and {self.game.name} has neither")
         return {}
+
+    def read_openings(self, file: str, plies: int, count: int, seed: int | Sequence[int]) -> Openings:
+        """Up to `count` distinct openings of a book, of at most `plies` plies, chosen by the seed. ValueError."""
+        raise ValueError(f"openings '{file}': {self.game.name} has no opening books; leave `openings` empty")
+
+    def openings(self, options: OpeningOptions, count: int, seed: int | Sequence[int], plies: int) -> Openings:
+        """`count` distinct openings: of the file of the options, else of `plies` random plies. ValueError if there are
+        fewer."""
+        import numpy as np
+
+        from matrixlib.play.game import Openings
+        from matrixlib.play.match import random_openings
+
+        file, limit = options.openings, options.opening_plies
+        if not file:
+            states = random_openings(self.game, count, seed, plies)
+            return Openings(states, [np.zeros(0, np.uint64)] * count)
+        found = self.read_openings(file, limit, count, seed)
+        if len(found) < count:
+            raise ValueError(
+                f"openings '{file}': {len(found)} different ones, where {count} are asked for; give "
+                "fewer pairs, more plies or another file"
+            )
+        return found
 
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         """Rates of a network, and of a player with it, against perfect play. Only for solved games."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.parts import Parts
     from matrixlib.hardware.runtime import Runtime, Serving
-    from matrixlib.play.game import States, Trace, Values
+    from matrixlib.play.game import Openings, States, Trace, Values
     from matrixlib.play.selfplay import Judges
     from matrixlib.tasks.chess.distill.teacher import ChessTeacher
     from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
@@ -60,6 +60,11 @@ class ChessGameSpec(GameSpec):
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         return training_batch(traces, ids, SOURCES["selfplay"])
+
+    def read_openings(self, file: str, plies: int, count: int, seed: int | Sequence[int]) -> Openings:
+        from matrixlib.tasks.chess.openings import read_openings
+
+        return read_openings(file, plies, count, seed)
 
     def keys(self, records: np.ndarray) -> np.ndarray:
         return position_hashes(records, mirrored=True)

@@ -8,13 +8,15 @@ from typing import TypeAlias
 
 import numpy as np
 
+from matrixlib.config import OpeningOptions
 from matrixlib.play.elo import Rating, rating
+from matrixlib.play.game import Openings
 from matrixlib.play.match import Choice, Match, Player, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import captured_value, move_from_index, policy_index, to_board
-from matrixlib.tasks.chess.spec import load
+from matrixlib.tasks.chess.spec import TASK, load
 from matrixlib.tasks.chess.stockfish.client import Stockfish
 from matrixlib.tasks.chess.uci.protocol import legal_move
 
@@ -77,6 +79,11 @@ def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]
     return {name: load(path, device=device) for name, path in zip(names, paths, strict=True)}
 
 
+def match_openings(options: OpeningOptions, games: int, seed: int = 0) -> Openings:
+    """An opening for every two games: of the options' book, else random ones. ValueError if there are fewer."""
+    return TASK.game.openings(options, (games + 1) // 2, seed, OPENING_PLIES)
+
+
 def gauntlet(
     net: Net,
     simulations: Sequence[int],
@@ -87,16 +94,18 @@ def gauntlet(
     plies: int = 300,
     opponents: Mapping[str, Net] | None = None,
     tournament: bool = False,
+    openings: Openings | None = None,
 ) -> Iterator[tuple[Names, Match]]:
     """Play matches of `games` games (two per opening); yields the players' names and the match.
 
     The network at each number of simulations plays a random player, the best capture, Stockfish at each UCI_Elo, itself
     at the next smaller number, and each of `opponents` at the same number. tournament: all other pairs play too.
+    openings: those of `match_openings`, default random ones.
     EngineError without Stockfish and for an Elo outside its range.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
-    openings = random_openings(game, (games + 1) // 2, seed, OPENING_PLIES)
+    starts = openings or match_openings(OpeningOptions(), games, seed)
     with ExitStack() as engines:
         others: dict[str, Player] = {"random": random_player(game, seed), "best capture": capture_player(seed)}
         for elo in engine_elo:
@@ -112,7 +121,8 @@ def gauntlet(
         if tournament:
             meetings += [names for names in combinations(players, 2) if not {names, names[::-1]} & set(meetings)]
         for names in meetings:
-            yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
+            one, other = players[names[0]], players[names[1]]
+            yield names, play_pairs(game, one, other, starts.states, plies, names, history=starts.history)
 
 
 def duel(

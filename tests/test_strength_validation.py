@@ -1,0 +1,134 @@
+"""`validation.strength`: matches of a network in training against an anchor."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from matrixlib.config import ConfigError, merge
+from matrixlib.engine import metrics
+from matrixlib.files import read_json
+from matrixlib.runs import cycle, figures
+from matrixlib.runs import run as runs
+from matrixlib.runs.data import RunError
+from matrixlib.tasks import load_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+PLAIN: dict[str, Any] = {
+    "data": {"limit": 1024},
+    "model": {"channels": 16, "blocks": 1, "dropout": 0.1},
+    "train": {"steps": 10, "batch_size": 64},
+    "validation": {"interval": 5, "sample": 64, "limit": 256},
+    "checkpoint": {"interval": 3},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+}
+MATCHES: dict[str, Any] = {"every": 4, "pairs": 3, "simulations": 2, "plies": 12}
+
+
+def train(name: str, strength: dict[str, Any], until: int = 0, **more: Any) -> Path:
+    """A run; its loop is left after so many updates, if any."""
+    overrides = merge(merge(PLAIN, more), {"validation": {"strength": strength}})
+    current = runs.open_run(run=name, overrides=overrides)
+    for stats in current.train():
+        if stats.step == until:
+            break
+    current.close()
+    return current.folder
+
+
+def points(folder: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: row["strength"] for row in metrics.read(folder / "metrics.jsonl") if "strength" in row}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "checkpoints").glob("step_*"))
+    return {
+        f"{file.stem}/{name}": value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+def equal(one: Path, other: Path) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_matches_change_nothing_and_a_resumed_run_has_the_same(reports: Path, drawn: None) -> None:
+    plain, whole = train("plain", {"every": 0}), train("whole", MATCHES)
+    assert equal(plain, whole)
+    assert list(points(whole)) == [4, 8, 10], "and after the last update"
+    assert not points(plain)
+    rows = metrics.read(whole / "metrics.jsonl")
+    assert {row["step"] for row in rows if row["times"].get("strength", 0) > 0} >= set(points(whole))
+    for point in points(whole).values():
+        assert -1500 <= point["low"] <= point["elo"] <= point["high"] <= 1500
+        assert (point["games"], 0 <= point["score"] <= 1) == (6, True)
+    chart = next(one for one in figures.charts(figures.frame(rows)) if one.label.startswith("Elo"))
+    assert {curve.name: np.isfinite(curve.values).sum() for curve in chart.curves} == dict.fromkeys(
+        ("elo", "low", "high"), 3
+    )
+    assert read_json(whole / "summary.json")["evaluation"]["Elo over the anchor"] == points(whole)[10]["elo"]
+    page = (whole / "report.html").read_text()
+    assert "Elo over the anchor" in page
+    assert "strength" in page.split("Where the time went")[1].split("</table>")[0]
+    train("parts", MATCHES, until=7)
+    parts = train("parts", MATCHES)
+    assert equal(parts, whole)
+    assert points(parts) == points(whole)
+
+
+def test_the_anchor_is_the_network_that_the_run_begins_with(reports: Path) -> None:
+    """In a cycle that of the generation before, which it is given late. What does not learn is its equal."""
+    matches = {"validation": {"strength": {**MATCHES, "pairs": 20, "random_plies": 2, "simulations": 0}}}
+    still = {**matches, "optim": {"learning_rate": 0.0}, "train": {"steps": 4, "batch_size": 64}}
+    options: dict[str, Any] = {
+        "generations": 1,
+        "games": 20,
+        "match": {"pairs": 1, "anchor_pairs": 0},
+        "network": still,
+    }
+    list(cycle.open_cycle("tictactoe", "cpu", "c", options).train())
+    preset, scores = str(reports / "c" / "network.yaml"), list[float]()
+    data = {"source": str(reports / "c" / "shards" / "001")}
+    for name, rate in (("still", 0.0), ("learns", 0.1)):
+        changes = {"data": data, "optim": {"learning_rate": rate, "ema_decay": 0.0}, "train": {"init": "c-001"}}
+        run = runs.open_run(preset, run=name, overrides=changes)
+        scores += [stats.strength["score"] for stats in run.train() if stats.strength]
+        run.close()
+    assert [point["elo"] for point in points(reports / "c-001").values()] == [0]
+    assert (scores[0], scores[1] != 0.5) == (0.5, True)
+
+
+def test_an_anchor_is_a_run_that_must_stay_as_it_was(reports: Path) -> None:
+    anchor = train("anchor", {"every": 0})
+    named = {**MATCHES, "anchor": "anchor"}
+    assert equal(train("other", named), anchor), "building the anchor's network draws no weights of the run's"
+    folder = train("mine", named, until=5)
+    assert list(points(folder)) == [4]
+    assert not (folder / "start.safetensors").exists()
+    shutil.rmtree(anchor)
+    with pytest.raises(ValueError, match="no run at 'anchor'"):
+        runs.open_run(run="mine", overrides=merge(PLAIN, {"validation": {"strength": named}}))
+    train("anchor", {"every": 0}, optim={"learning_rate": 0.01})
+    with pytest.raises(RunError, match=r"anchor 'anchor' holds other weights than when run 'mine' began"):
+        runs.open_run(run="mine", overrides=merge(PLAIN, {"validation": {"strength": named}}))
+
+
+def test_what_cannot_be_played_is_refused_at_once(reports: Path) -> None:
+    refusals = {"anchor": "no run at 'x'", "openings": "openings 'x' cannot be read"}
+    for option, refusal in refusals.items():
+        with pytest.raises(ValueError, match=refusal):
+            train("r", {**MATCHES, option: "x"})
+        assert not (reports / "r").exists()
+
+
+def test_a_start_that_is_gone_and_tasks_that_are_no_games(reports: Path) -> None:
+    folder = train("gone", MATCHES, until=5)
+    (folder / "start.safetensors").unlink()
+    with pytest.raises(RunError, match=r"start\.safetensors is missing, the network that validation\.strength plays"):
+        train("gone", MATCHES)
+    with pytest.raises(ConfigError, match=r"'validation\.strength\.every': latin is no game for two; set it to 0"):
+        load_config("latin_demo", {"validation": {"strength": {"every": 5}}})
