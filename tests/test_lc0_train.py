@@ -24,6 +24,7 @@ from matrixlib.engine.optim import parameter_groups
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import get_task, load_config
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.throughput import positions
 from matrixlib.tasks.chess.lc0.network import planes
@@ -31,12 +32,15 @@ from matrixlib.tasks.chess.lc0.weights import LC0_PLANES, Message
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import packed_state
 
-SMALL = {"channels": 16, "blocks": 2, "policy": {"channels": 16}, "value": {"channels": 4, "hidden": 16}}
+PROMOTIONS = ("1n1n3k/P1P5/8/8/8/8/8/4R2K w - - 0 1", "6k1/8/8/8/8/8/3p1p2/K1N1N3 b - - 3 40")
+CONV = {"kind": "conv", "channels": 16, "rank": 96}
+SMALL = {"channels": 16, "blocks": 2, "policy": CONV, "value": {"channels": 4, "hidden": 16}}
 FORMS: dict[str, dict[str, Any]] = {
     "relu": {},
     "mish": {"activation": "mish", "value": {"activation": "mish"}},
     "plain": {"se_ratio": 0.0},
     "history": {"history": True},
+    "attention": {"policy": {"kind": "attention", "rank": 8, "channels": 12}},
     "classical": {"policy": {"kind": "dense", "channels": 4}, "value": {"kind": "scalar"}},
 }
 
@@ -60,6 +64,8 @@ def made(form: str = "relu") -> Net:
                 tensor.copy_((noise - 1).exp())
             elif tensor.is_floating_point():
                 tensor += 0.05 * noise
+            if "pairs" in name:
+                tensor *= 4
     return Net(model, task, random_net().runtime)
 
 
@@ -89,14 +95,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Net:
     """A network of the preset, small, after seconds of training with every self-supervised head."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MATRIXLIB_REPORTS", str(tmp_path_factory.mktemp("reports")))
-        with closing(opened("trained", {"ssl": ["piece", "threat", "pin", "fork", "control"]}, steps=80)) as run:
+        with closing(opened("trained", FORMS["attention"] | {"ssl": list(SSL_CHANNELS)}, steps=80)) as run:
             losses = [one.losses["policy"] + one.losses["value"] for one in run.train()]
             assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.05
             groups = parameter_groups(run.trainer.model, 0.1, muon=True)
             orthogonal = {id(p) for group in groups if group["orthogonal"] for p in group["params"]}
             names = {name for name, p in run.trainer.model.named_parameters() if id(p) in orthogonal}
             assert "tower.0.convs.0.weight" in names
-            assert not names & {"stem.conv.weight", "policy_head.planes.weight", "value_head.fc3.weight"}
+            assert not names & {"stem.conv.weight", "policy_head.pairs.key.weight", "value_head.fc3.weight"}
         net = matrixlib.load(run.folder, device="cpu")
     assert isinstance(net, Net)
     return net
@@ -149,8 +155,8 @@ def test_hidden_squares_look_empty(trained: Net) -> None:
     ("options", "named"),
     [
         ({}, r"model.encoding lc0, .*model.norm.blocks batch, .*value.activation relu"),
-        ({"policy": {"kind": "attention", "rank": 8}}, r"model.policy.kind conv or dense"),
-        ({"policy": {"channels": 8}}, r"model.policy.channels \d+"),
+        ({"policy": {"kind": "factored"}}, r"model.policy.kind conv or attention or dense"),
+        ({"policy": CONV | {"channels": 8}}, r"model.policy.channels \d+"),
         ({"attention": {"every": 1}}, "model.attention.every 0"),
         ({"value": {"pool": "pooled"}}, "model.value.pool flatten"),
     ],
@@ -236,6 +242,7 @@ def test_lc0_says_the_same(form: str, lc0: str, trained: Net, tmp_path: Path) ->
     net = trained if form == "trained" else made(form)
     net.save_lc0(tmp_path / "net.pb.gz")
     net, boards = cast(Net, matrixlib.load(tmp_path / "net.pb.gz", device="cpu")), games(40, 80)
+    boards += [chess.Board(fen) for fen in PROMOTIONS]
     options: dict[str, Any] = {"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True}
     with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={tmp_path / 'net.pb.gz'}", "--backend=blas"]) as engine:
         engine.configure(options)

@@ -35,7 +35,7 @@ LC0_OPTIONS: dict[str, tuple[Any, ...]] = {  # of the networks that Lc0's weight
     "norm.stem_heads": ("batch",),
     "chess_features": (False,),
     "attention.every": (0,),
-    "policy.kind": ("conv", "dense"),
+    "policy.kind": ("conv", "attention", "dense"),
     "policy.clamp": (0.0,),
     "policy.logit_norm": (False,),
     "value.pool": ("flatten",),
@@ -129,7 +129,7 @@ class ModelConfig(Section):
 def lc0_changes(model: ModelConfig) -> str:
     """The options to set for a network that Lc0 runs, empty if it is one."""
     wanted = LC0_OPTIONS | {"value.activation": ("mish",) if model.activation == "mish" else ("relu",)}
-    if model.policy.kind != "dense":
+    if model.policy.kind == "conv":
         wanted["policy.channels"] = (model.channels,)  # Lc0 reads past the weights of another width without a word
     given = {name: reduce(getattr, name.split("."), model) for name in wanted}
     texts = [f"{name} {' or '.join(map(str, values))}" for name, values in wanted.items() if given[name] not in values]

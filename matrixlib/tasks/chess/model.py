@@ -28,7 +28,7 @@ from matrixlib.tasks.chess.blocks import (
     in_fp32,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
-from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY_SIZE, plane_table
+from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY_SIZE, attention_table, plane_table
 from matrixlib.tasks.chess.planes import PLANES, move_keys
 
 if TYPE_CHECKING:
@@ -115,6 +115,27 @@ class AttentionPolicy(nn.Module):
         return logits.new_zeros(moves.shape).masked_scatter(known, logits)
 
 
+class Lc0AttentionPolicy(nn.Module):
+    """Lc0's attention policy: (B, C, 8, 8) -> fp32 logits (B, 1858). Promotions add key(to-square) . vector(piece)."""
+
+    place: Tensor
+
+    def __init__(self, channels: int, embedding: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(channels, embedding)
+        self.query, self.key = nn.Linear(embedding, width), nn.Linear(embedding, width)
+        self.pieces = nn.Linear(width, 4, bias=False)  # queen, rook, bishop, and what they have in common
+        self.register_buffer("place", torch.from_numpy(attention_table()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = F.selu(self.embed(x.flatten(2).transpose(1, 2)))
+        key = self.key(squares)
+        pairs = in_fp32(torch.matmul, self.query(squares) * key.shape[2] ** -0.5, key.transpose(1, 2))
+        pieces = in_fp32(self.pieces, key[:, 56:])  # (B, 8 files, 4)
+        promotions = pairs[:, 48:56, 56:, None] + (pieces[..., :3] + pieces[..., 3:])[:, None]
+        return torch.cat([pairs.flatten(1), promotions.flatten(1)], dim=1).index_select(1, self.place)
+
+
 class PolicyHead(nn.Module):
     """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane, or Lc0's (B, 1858); illegal moves are not
     masked.
@@ -131,7 +152,10 @@ class PolicyHead(nn.Module):
         options = config.policy
         lc0 = config.encoding == "lc0"
         planes = lc0 and options.kind == "conv"
-        self.input = ConvNorm(config, config.channels, options.channels, 3 if planes else 1)
+        self.lc0_attention = lc0 and options.kind == "attention"
+        self.input: nn.Module = nn.Identity()
+        if not self.lc0_attention:
+            self.input = ConvNorm(config, config.channels, options.channels, 3 if planes else 1)
         self.register_buffer("order", torch.from_numpy(plane_table()) if planes else None, persistent=False)
         self.dropout = nn.Dropout(config.dropout)
         self.kind, self.clamp = options.kind, options.clamp
@@ -141,6 +165,8 @@ class PolicyHead(nn.Module):
             self.planes = nn.Conv2d(options.channels, CONV_PLANES, 3, padding=1)
         elif options.kind == "conv":
             self.planes = nn.Conv2d(options.channels, MOVE_PLANES, 1)
+        elif self.lc0_attention:
+            self.pairs: nn.Module = Lc0AttentionPolicy(config.channels, options.channels, options.rank)
         elif options.kind == "attention":
             self.pairs = AttentionPolicy(options.channels, options.rank, config.encoding)
         elif options.kind == "dense":
@@ -167,6 +193,8 @@ class PolicyHead(nn.Module):
                 logits = planes.flatten(1).index_select(1, self.order)
             else:
                 logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
+        elif self.lc0_attention:
+            logits = self.pairs(x)
         elif self.kind == "attention":
             squares = (x.flip(2) if self.flip else x).flatten(2).transpose(1, 2)
             logits = self.pairs(squares, moves if self.logit_norm is None else None)

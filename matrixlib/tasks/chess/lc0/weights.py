@@ -1,7 +1,7 @@
 """Lc0's weight files (`.pb.gz`), read and written: a gzipped protocol buffer `Net`, without generated code.
 
-Supported: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical or convolutional policy,
-scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of the arrays.
+Supported: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical, convolutional or
+attention policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays.
 Format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
@@ -29,10 +29,12 @@ MAGIC = b"\x0d\xc0\x01\0\0"
 EPS = 1e-5
 MAX_BYTES = 1 << 30  # decompressed
 LINEAR16 = 1
+POLICIES = {"dense": 1, "conv": 2, "attention": 3}
+ATTENTION = {"embed": 4, "query": 17, "key": 19}  # fields of the weights of its policy
 FORMATS = {  # name -> (field, supported values)
     "input": (1, (0, 1)),
     "network": (3, (0, 1, 2, 3, 4)),  # with and without squeeze-and-excitation; 3 and 4 specify the heads
-    "policy": (4, (0, 1, 2)),
+    "policy": (4, (0, 1, 2, 3)),
     "value": (5, (0, 1, 2)),
     "activation": (7, (0, 1)),
 }
@@ -42,7 +44,6 @@ FORMAT_NAMES = {
     ("network", 7): "an attention body with several heads",
     ("input", 2): "112 planes with castling by files",
     **{("input", number): "canonical planes" for number in (3, 4, 5)},
-    ("policy", 3): "an attention policy",
 }
 
 Arrays = dict[str, NDArray[np.float64]]
@@ -130,6 +131,12 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if form["policy"] == 2:
         arrays |= _normed(*policy, weights.message(11), filters, 3)
         arrays |= _plain("policy_head.planes", weights.message(3), len(arrays["policy_head.input.norm.bias"]), 3)
+    elif form["policy"] == 3:
+        if 21 in weights.fields:
+            raise ValueError("unsupported: encoders in its policy")
+        for name, field in ATTENTION.items():
+            arrays |= _dense(f"policy_head.pairs.{name}", weights, field)
+        arrays["policy_head.pairs.pieces.weight"] = _layer("pieces", weights, 22).reshape(4, -1)
     else:
         arrays |= _normed(*policy, weights.message(3), filters, 1) | _dense("policy_head.dense", weights, 4)
     arrays |= _normed(*value, weights.message(6), filters, 1)
@@ -140,9 +147,8 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
     seen = arrays["stem.conv.weight"][:, 13:104].any()
     if not seen:
         arrays["stem.conv.weight"] = arrays["stem.conv.weight"][:, NOW]
-    width = {
-        name: len(arrays.get(f"{name}.bias", ())) for name in ("tower.0.se.reduce", "value_head.fc1", "value_head.fc3")
-    }
+    width = {name.removesuffix(".bias"): array.size for name, array in arrays.items()}
+    kind = {0: "dense"} | {number: name for name, number in POLICIES.items()}
     activation = "mish" if form["activation"] else "relu"
     options = {
         "encoding": "lc0",
@@ -152,11 +158,15 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "preact": False,
         "activation": activation,
         "norm": {"blocks": "batch", "stem_heads": "batch"},
-        "se_ratio": width["tower.0.se.reduce"] / filters,
-        "policy": {"kind": "conv" if form["policy"] == 2 else "dense", "channels": len(arrays[f"{policy[1]}.bias"])},
+        "se_ratio": width.get("tower.0.se.reduce", 0) / filters,
+        "policy": {
+            "kind": kind[form["policy"]],
+            "channels": width.get(policy[1]) or width["policy_head.pairs.embed"],
+            **({"rank": width["policy_head.pairs.key"]} if form["policy"] == 3 else {}),
+        },
         "value": {
             "kind": "wdl" if width["value_head.fc3"] == 3 else "scalar",
-            "channels": len(arrays[f"{value[1]}.bias"]),
+            "channels": width[value[1]],
             "hidden": width["value_head.fc1"],
             "activation": activation,
         },
@@ -179,7 +189,7 @@ def _check_format(message: Message) -> dict[str, int]:
     if bad := bad + [f"weights in encoding {encoding}"] * (encoding not in (0, LINEAR16)):
         raise ValueError(
             f"unsupported: {', '.join(bad)}; supported are residual networks with 112 classical planes, a "
-            "classical or convolutional policy and 16-bit weights"
+            "classical, convolutional or attention policy and 16-bit weights"
         )
     return found
 
@@ -284,16 +294,20 @@ def _net(config: ModelConfig, state: dict[str, Tensor], updates: int) -> bytes:
         if config.se_ratio:
             block.append((3, _message(*layers(f"{name}.se.reduce", 1), *layers(f"{name}.se.expand", 3))))
         weights.append((2, _message(*block)))
-    policy = normed("policy_head.input.conv", "policy_head.input.norm")
-    if conv := config.policy.kind == "conv":
-        weights += [(11, policy), (3, _message(*layers("policy_head.planes", 1)))]
+    kind = config.policy.kind
+    if kind == "attention":
+        weights += [layer for name, field in ATTENTION.items() for layer in layers(f"policy_head.pairs.{name}", field)]
+        weights.append((22, arrays["policy_head.pairs.pieces.weight"]))
     else:
-        weights += [(3, policy), *layers("policy_head.dense", 4)]
+        policy = normed("policy_head.input.conv", "policy_head.input.norm")
+        weights.append((11 if kind == "conv" else 3, policy))
+        last = layers("policy_head.planes", 1) if kind == "conv" else layers("policy_head.dense", 4)
+        weights += [(3, _message(*last))] if kind == "conv" else last
     weights.append((6, normed("value_head.input.conv", "value_head.input.norm")))
     weights += [*layers("value_head.fc1", 7), *layers("value_head.fc3", 9)]
     mish, wdl = config.activation == "mish", config.value.kind == "wdl"
-    kinds = enumerate((1, 1 + wdl, 4 if config.se_ratio else 3, 1 + conv, 1 + wdl, 0, int(mish)), 1)
-    least = _message((1, 0), (2, 29 if mish else 21), (3, 0))  # version of Lc0
+    kinds = enumerate((1, 1 + wdl, 4 if config.se_ratio else 3, POLICIES[kind], 1 + wdl, 0, int(mish)), 1)
+    least = _message((1, 0), (2, 29 if mish or kind == "attention" else 21), (3, 0))  # version of Lc0
     form = _message((1, LINEAR16), (2, _message(*kinds)))
     return MAGIC[:5] + _message((3, least), (4, form), (5, _message((1, updates))), (10, _message(*weights)))
 
