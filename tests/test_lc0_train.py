@@ -15,6 +15,7 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
+from cells import run_notebook
 from networks import CPU, random_net
 
 import matrixlib
@@ -125,8 +126,6 @@ def test_every_form_is_read_back(tmp_path: Path, form: str) -> None:
     back = matrixlib.load(tmp_path / "net.pb.gz", device="cpu")
     assert back.task.config.model == net.task.config.model.model_copy(update={"ssl": ()})
     assert difference(net, back, games(40, 80)) < 2e-3
-    back.save_lc0(tmp_path / "again.pb.gz")
-    assert difference(back, matrixlib.load(tmp_path / "again.pb.gz", device="cpu"), games(20, 80)) < 1e-3
 
 
 def test_lc0s_history_is_multiplied_by_nothing(trained: Net, tmp_path: Path) -> None:
@@ -179,6 +178,16 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
         net.save_lc0(tmp_path / "nowhere" / "net.pb.gz")
     with pytest.raises(ConfigError, match="history"):
         load_config("demo", {"model": {"history": True}})
+
+
+def test_the_notebook_writes_it(tmp_path: Path) -> None:
+    made().save_lc0(tmp_path / "net.pb.gz")
+    again = tmp_path / "again.pb.gz"
+    shown = run_notebook("eval", run=str(tmp_path / "net.pb.gz"), device="cpu", sample=64, lc0=str(again))
+    assert f"wrote {again}" in shown.text
+    assert again.is_file()
+    with pytest.raises(ValueError, match="pgn, onnx, int8 and lc0 must be different files"):
+        run_notebook("eval", run=str(again), onnx=str(again), lc0=str(again))
 
 
 def test_a_run_begins_with_maia_and_goes_on(shared: Path, reports: Path, tmp_path: Path) -> None:
