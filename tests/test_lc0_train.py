@@ -24,6 +24,7 @@ from matrixlib.config import ConfigError
 from matrixlib.engine.optim import parameter_groups
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
+from matrixlib.runs.start import source_weights
 from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.config import SSL_CHANNELS
 from matrixlib.tasks.chess.evaluate.net import Net
@@ -35,7 +36,7 @@ from matrixlib.tasks.chess.task import packed_state
 
 PROMOTIONS = ("1n1n3k/P1P5/8/8/8/8/8/4R2K w - - 0 1", "6k1/8/8/8/8/8/3p1p2/K1N1N3 b - - 3 40")
 CONV = {"kind": "conv", "channels": 16, "rank": 96}
-SMALL = {"channels": 16, "blocks": 2, "policy": CONV, "value": {"channels": 4, "hidden": 16}}
+SMALL = {"channels": 16, "blocks": 2, "policy": CONV}
 FORMS: dict[str, dict[str, Any]] = {
     "relu": {},
     "mish": {"activation": "mish", "value": {"activation": "mish"}},
@@ -66,7 +67,7 @@ def made(form: str = "relu") -> Net:
             elif tensor.is_floating_point():
                 tensor += 0.05 * noise
             if "pairs" in name:
-                tensor *= 4
+                tensor *= 1.3
     return Net(model, task, random_net().runtime)
 
 
@@ -125,7 +126,7 @@ def test_every_form_is_read_back(tmp_path: Path, form: str) -> None:
     net.save_lc0(tmp_path / "net.pb.gz")
     back = matrixlib.load(tmp_path / "net.pb.gz", device="cpu")
     assert back.task.config.model == net.task.config.model.model_copy(update={"ssl": ()})
-    assert difference(net, back, games(40, 80)) < 2e-3
+    assert difference(net, back, games(40, 80)) < 5e-3, "logits up to 50 are rounded to 16 bits"
 
 
 def test_lc0s_history_is_multiplied_by_nothing(trained: Net, tmp_path: Path) -> None:
@@ -157,6 +158,7 @@ def test_hidden_squares_look_empty(trained: Net) -> None:
         ({"policy": {"kind": "factored"}}, r"model.policy.kind conv or attention or dense"),
         ({"policy": CONV | {"channels": 8}}, r"model.policy.channels \d+"),
         ({"attention": {"every": 1}}, "model.attention.every 0"),
+        ({"value": {"hidden": 64}}, "model.value.hidden 128"),
         ({"value": {"pool": "pooled"}}, "model.value.pool flatten"),
     ],
 )
@@ -213,11 +215,10 @@ def test_a_run_begins_with_maia_and_goes_on(shared: Path, reports: Path, tmp_pat
     assert difference(net, back, games(8, 40)) < 2e-3 < difference(net, maia, games(8, 40))
 
 
-def test_a_file_with_folded_norms_trains_nothing(tmp_path: Path, reports: Path) -> None:
+def test_a_file_with_folded_norms_trains_nothing(tmp_path: Path) -> None:
     path = lc0_files.save(tmp_path / "folded.pb.gz", lc0_files.network())
-    model = matrixlib.load(path, device="cpu").task.config.model.model_dump()
     with pytest.raises(RunError, match="batch norm folded in, so it can be played, not trained"):
-        opened("folded", model, init=str(path))
+        source_weights(str(path), load_config("lc0_quick"))
 
 
 # Lc0 itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from matrixlib.config import (
     SEVERAL,
@@ -111,7 +111,7 @@ class ModelConfig(Section):
     checkpoint_every: CountOrZero = option(0, "activation checkpointing on every k-th block; 0 = off")
 
     @model_validator(mode="after")
-    def _divides(self) -> ModelConfig:
+    def _divides(self, info: ValidationInfo) -> ModelConfig:
         if self.attention.every and self.channels % self.attention.heads:
             good = [h for h in range(1, 65) if self.channels % h == 0]
             raise ValueError(
@@ -119,16 +119,18 @@ class ModelConfig(Section):
             )
         if len(set(self.ssl)) != len(self.ssl):
             raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
-        if self.encoding == "lc0" and (changes := lc0_changes(self)):
+        if self.encoding == "lc0" and (changes := lc0_changes(self, bool(info.context))):
             raise ValueError(f"Lc0 does not run this network; with encoding lc0 set {changes}")
         if self.history and self.encoding != "lc0":
             raise ValueError("only networks with encoding lc0 see history: set history to false")
         return self
 
 
-def lc0_changes(model: ModelConfig) -> str:
-    """The options to set for a network that Lc0 runs, empty if it is one."""
+def lc0_changes(model: ModelConfig, read: bool = False) -> str:
+    """The options to set for a network that Lc0 runs, empty if it is one. read: from a file, for our reader alone."""
     wanted = LC0_OPTIONS | {"value.activation": ("mish",) if model.activation == "mish" else ("relu",)}
+    if not read:  # its ONNX backends crash for other widths
+        wanted |= {"value.channels": (32,), "value.hidden": (128,)}
     if model.policy.kind == "conv":
         wanted["policy.channels"] = (model.channels,)  # Lc0 reads past the weights of another width without a word
     given = {name: reduce(getattr, name.split("."), model) for name in wanted}

@@ -56,7 +56,7 @@ def open_weights(path: Path | str) -> tuple[Lc0Task, PolicyValueNet]:
     """Task and fp32 network on the CPU from a weight file; ValueError for a damaged or unsupported file."""
     try:
         options, tensors = read(path)
-        task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}))
+        task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
         return task, task.network_with(tensors)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
