@@ -157,7 +157,9 @@ class TrainConfig(Section):
     epochs: NonNegative = option(
         0.0, "passes over the training positions where steps is `auto`, instead of `minutes`; 0 = off"
     )
-    init: str = option("", "initial weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random")
+    init: str = option(
+        "", "initial weights: a run, a checkpoint's folder, Lc0's `.pb.gz`, a Matrix0 `.pt`; empty = random"
+    )
     init_partial: bool = option(False, "load only what fits by name and shape; the rest is listed")
     batch_size: Rows = option(128, "positions in one update")
     micro_batch: Count | Auto = option("auto", "positions in one forward pass (gradient accumulation)")

@@ -34,6 +34,8 @@ class Network:
 
     sha256: str = ""
     """Of the file that its weights are from; empty where they are from none."""
+    updates: int = 0
+    """Of its training; 0 where unknown."""
     lesson: Mapping[str, Any] = {}
     """Record of its teacher (`engine.task.Teacher`); empty without one."""
 

@@ -56,7 +56,7 @@ def check_same_weights(what: str, sha256: str, record: Mapping[str, Any], run: s
 
 
 def read_start(config: Config, task: Task) -> Start:
-    """The weights of `train.init`: of a run (the best, averaged if available), a checkpoint, or a Matrix0 file.
+    """The weights of `train.init`: of a run (the best, averaged if available), a checkpoint, or another program's file.
     ValueError names what does not fit, unless `train.init_partial`. Training-only tensors, such as a learned
     temperature, are reinitialised and not counted."""
     source = config.train.init
@@ -94,7 +94,13 @@ def source_weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], A
     if folder.is_file():
         net = open_file(folder, "cpu", False, config.task)
         options = net.task.config.model  # type: ignore[attr-defined]
-        return net.model.state_dict(), options, file_hash(folder), set()
+        tensors = {name: tensor.contiguous() for name, tensor in net.model.state_dict().items()}
+        counts = [count for name, count in tensors.items() if name.endswith("num_batches_tracked")]
+        if getattr(options, "encoding", "") == "lc0" and not all(counts):
+            raise RunError(
+                f"train.init: '{source}' has its batch norm folded in, so it can be played, not trained further"
+            )
+        return tensors, options, file_hash(folder), set()
     given = parse_config(*read_run_config(folder), config.task)
     if given.task != config.task:
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")

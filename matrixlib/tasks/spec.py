@@ -380,7 +380,7 @@ def load_network(
     optim.load_tensors(model, tensors, f"{folder.name}/config.yaml is not that of {stored.path.name}")
     runtime = runtime_for_use(config, device)
     net = spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
-    net.sha256, net.lesson = sha256, stored.state.get("teacher", {})
+    net.sha256, net.updates, net.lesson = sha256, stored.step, stored.state.get("teacher", {})
     return net
 
 

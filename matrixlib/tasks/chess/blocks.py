@@ -117,20 +117,23 @@ class ChessFeatures(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Squeeze-and-excitation with an fp32 sigmoid and at least 8 hidden units, as in Matrix0."""
+    """Squeeze-and-excitation with an fp32 sigmoid: at least 8 hidden units, as in Matrix0, or Lc0's with a `shift`."""
 
-    def __init__(self, channels: int, ratio: float, activation: Activation) -> None:
+    def __init__(self, channels: int, ratio: float, activation: Activation, shift: bool = False) -> None:
         super().__init__()
-        hidden = max(8, int(channels * ratio))
+        hidden = max(1, round(channels * ratio)) if shift else max(8, int(channels * ratio))
         self.reduce = nn.Linear(channels, hidden)
-        self.expand = nn.Linear(hidden, channels)
-        self.activation = activation
+        self.expand = nn.Linear(hidden, channels * (1 + shift))
+        self.activation, self.shift = activation, shift
 
     def forward(self, x: Tensor) -> Tensor:
         # Its backward pass is a quarter faster on the CPU than that of x.mean((2, 3))
         pooled = F.adaptive_avg_pool2d(x, 1).flatten(1)
-        gate = self.expand(self.activation(self.reduce(pooled)))
-        return x * torch.sigmoid(gate.float()).to(x.dtype)[:, :, None, None]
+        gate = self.expand(self.activation(self.reduce(pooled)))[:, :, None, None]
+        if self.shift:
+            gate, shift = gate.chunk(2, dim=1)
+            return x * torch.sigmoid(gate.float()).to(x.dtype) + shift
+        return x * torch.sigmoid(gate.float()).to(x.dtype)
 
 
 class DropPath(nn.Module):
@@ -167,7 +170,8 @@ class ResidualBlock(nn.Module):
             make_norm(config.norm.blocks, a if config.preact else b, config.norm.momentum) for a, b, _ in shapes
         )
         self.activation = ACTIVATIONS[config.activation]
-        self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation) if config.se_ratio else None
+        lc0 = config.encoding == "lc0"
+        self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation, lc0) if config.se_ratio else None
         self.drop = DropPath(drop)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import reduce
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from matrixlib.config import (
     SEVERAL,
@@ -25,6 +26,21 @@ from matrixlib.engine.curriculum import SourceCurriculumConfig
 Activation = Literal["silu", "relu", "gelu", "mish"]
 SSLHead = Literal["piece", "threat", "pin", "fork", "control"]
 SSL_CHANNELS = {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}
+LC0_OPTIONS: dict[str, tuple[Any, ...]] = {  # of the networks that Lc0's weight files hold
+    "encoding": ("lc0",),
+    "block": ("basic",),
+    "preact": (False,),
+    "activation": ("relu", "mish"),
+    "norm.blocks": ("batch",),
+    "norm.stem_heads": ("batch",),
+    "chess_features": (False,),
+    "attention.every": (0,),
+    "policy.kind": ("conv", "attention", "dense"),
+    "policy.clamp": (0.0,),
+    "policy.logit_norm": (False,),
+    "value.pool": ("flatten",),
+    "auxiliary": (False,),
+}
 
 
 class NormConfig(Section):
@@ -67,7 +83,12 @@ class ValueHeadConfig(Section):
 
 
 class ModelConfig(Section):
-    encoding: Literal["oriented", "matrix0"] = option("oriented", "input planes and policy encoding")
+    encoding: Literal["oriented", "matrix0", "lc0"] = option(
+        "oriented", "input planes and policy encoding; `lc0`: a network that Lc0 runs (guide lc0)"
+    )
+    history: bool = option(
+        False, "`lc0` networks see the seven positions before (in training unknown, so filled up); false: only this one"
+    )
     channels: Width = option(48, "trunk width")
     blocks: Annotated[int, Field(ge=0, le=1024)] = option(6, "residual blocks")
     block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1 (costs top-1)")
@@ -90,7 +111,7 @@ class ModelConfig(Section):
     checkpoint_every: CountOrZero = option(0, "activation checkpointing on every k-th block; 0 = off")
 
     @model_validator(mode="after")
-    def _divides(self) -> ModelConfig:
+    def _divides(self, info: ValidationInfo) -> ModelConfig:
         if self.attention.every and self.channels % self.attention.heads:
             good = [h for h in range(1, 65) if self.channels % h == 0]
             raise ValueError(
@@ -98,7 +119,23 @@ class ModelConfig(Section):
             )
         if len(set(self.ssl)) != len(self.ssl):
             raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
+        if self.encoding == "lc0" and (changes := lc0_changes(self, bool(info.context))):
+            raise ValueError(f"Lc0 does not run this network; with encoding lc0 set {changes}")
+        if self.history and self.encoding != "lc0":
+            raise ValueError("only networks with encoding lc0 see history: set history to false")
         return self
+
+
+def lc0_changes(model: ModelConfig, read: bool = False) -> str:
+    """The options to set for a network that Lc0 runs, empty if it is one. read: from a file, for our reader alone."""
+    wanted = LC0_OPTIONS | {"value.activation": ("mish",) if model.activation == "mish" else ("relu",)}
+    if not read:  # its ONNX backends crash for other widths
+        wanted |= {"value.channels": (32,), "value.hidden": (128,)}
+    if model.policy.kind == "conv":
+        wanted["policy.channels"] = (model.channels,)  # Lc0 reads past the weights of another width without a word
+    given = {name: reduce(getattr, name.split("."), model) for name in wanted}
+    texts = [f"{name} {' or '.join(map(str, values))}" for name, values in wanted.items() if given[name] not in values]
+    return ", ".join(f"model.{text.replace('False', 'false')}" for text in texts)
 
 
 class SSLWeights(Section):

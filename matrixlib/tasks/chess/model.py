@@ -28,6 +28,7 @@ from matrixlib.tasks.chess.blocks import (
     in_fp32,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
+from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY_SIZE, attention_table, plane_table
 from matrixlib.tasks.chess.planes import PLANES, move_keys
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ HEAD_INIT_SCALE = 0.1  # of the heads' output layers; with zeros the trunk would
 DEFAULT_HEADS = frozenset({"policy", "value"})
 RESERVED_NAMES = DEFAULT_HEADS | {"features", "stream"}
 Trunk = Callable[[ModelConfig], nn.Module]
+LC0_PLANES, LC0_PLANES_NOW = 112, 21  # with and without the history
+
+
+def input_planes(config: ModelConfig) -> int:
+    """Number of input planes."""
+    return PLANES if config.encoding != "lc0" else LC0_PLANES if config.history else LC0_PLANES_NOW
 
 
 def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_HEADS, backward: bool = False) -> int:
@@ -64,7 +71,7 @@ def training_flops(
     """Training FLOPs per position, without recomputation by activation checkpointing. own: custom heads."""
     with torch.device("meta"):
         net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own)
-    return flops(net, PLANES, heads, backward=True)
+    return flops(net, input_planes(config), heads, backward=True)
 
 
 class AttentionPolicy(nn.Module):
@@ -108,28 +115,62 @@ class AttentionPolicy(nn.Module):
         return logits.new_zeros(moves.shape).masked_scatter(known, logits)
 
 
+class Lc0AttentionPolicy(nn.Module):
+    """Lc0's attention policy: (B, C, 8, 8) -> fp32 logits (B, 1858). Promotions add key(to-square) . vector(piece)."""
+
+    place: Tensor
+
+    def __init__(self, channels: int, embedding: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(channels, embedding)
+        self.query, self.key = nn.Linear(embedding, width), nn.Linear(embedding, width)
+        self.pieces = nn.Linear(width, 4, bias=False)  # queen, rook, bishop, and what they have in common
+        self.register_buffer("place", torch.from_numpy(attention_table()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = F.selu(self.embed(x.flatten(2).transpose(1, 2)))
+        key = self.key(squares)
+        pairs = in_fp32(torch.matmul, self.query(squares) * key.shape[2] ** -0.5, key.transpose(1, 2))
+        pieces = in_fp32(self.pieces, key[:, 56:])  # (B, 8 files, 4)
+        promotions = pairs[:, 48:56, 56:, None] + (pieces[..., :3] + pieces[..., 3:])[:, None]
+        return torch.cat([pairs.flatten(1), promotions.flatten(1)], dim=1).index_select(1, self.place)
+
+
 class PolicyHead(nn.Module):
-    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane; illegal moves are not masked.
+    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane, or Lc0's (B, 1858); illegal moves are not
+    masked.
 
     moves: policy indices (B, L); the `attention` head computes only their logits (B, L), the other kinds ignore them.
     With `clamp` c inputs and logits are clamped to +-c and hidden values to +-2c, as in Matrix0. The output layer is in
     fp32: in bf16, with steps of 1/128 between 1 and 2, moves would tie in a search.
     """
 
+    order: Tensor | None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         options = config.policy
-        self.input = ConvNorm(config, config.channels, options.channels, 1)
+        lc0 = config.encoding == "lc0"
+        planes = lc0 and options.kind == "conv"
+        self.lc0_attention = lc0 and options.kind == "attention"
+        self.input: nn.Module = nn.Identity()
+        if not self.lc0_attention:
+            self.input = ConvNorm(config, config.channels, options.channels, 3 if planes else 1)
+        self.register_buffer("order", torch.from_numpy(plane_table()) if planes else None, persistent=False)
         self.dropout = nn.Dropout(config.dropout)
         self.kind, self.clamp = options.kind, options.clamp
         self.flip = config.encoding == "matrix0"  # whose row 0 is rank 8
         flat = options.channels * SQUARES
-        if options.kind == "conv":
+        if planes:
+            self.planes = nn.Conv2d(options.channels, CONV_PLANES, 3, padding=1)
+        elif options.kind == "conv":
             self.planes = nn.Conv2d(options.channels, MOVE_PLANES, 1)
+        elif self.lc0_attention:
+            self.pairs: nn.Module = Lc0AttentionPolicy(config.channels, options.channels, options.rank)
         elif options.kind == "attention":
             self.pairs = AttentionPolicy(options.channels, options.rank, config.encoding)
         elif options.kind == "dense":
-            self.dense = nn.Linear(flat, MOVES)
+            self.dense = nn.Linear(flat, POLICY_SIZE if lc0 else MOVES)
         else:
             self.reduce = nn.Linear(flat, options.rank)
             self.expand = nn.Linear(options.rank, MOVES)
@@ -148,7 +189,12 @@ class PolicyHead(nn.Module):
         x = self.dropout(self.clamped(self.input(x)))
         if self.kind == "conv":
             planes = in_fp32(self.planes, x)
-            logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
+            if self.order is not None:
+                logits = planes.flatten(1).index_select(1, self.order)
+            else:
+                logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
+        elif self.lc0_attention:
+            logits = self.pairs(x)
         elif self.kind == "attention":
             squares = (x.flip(2) if self.flip else x).flatten(2).transpose(1, 2)
             logits = self.pairs(squares, moves if self.logit_norm is None else None)
@@ -163,7 +209,10 @@ class PolicyHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32."""
+    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32.
+
+    Lc0's has one hidden layer, the others two.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -173,9 +222,9 @@ class ValueHead(nn.Module):
         self.scalar, self.pool = options.kind == "scalar", options.pool
         self.attention = nn.Conv2d(options.channels, 1, 1, bias=False) if options.pool == "attention" else None
         self.activation = ACTIVATIONS[options.activation]
-        half = max(1, options.hidden // 2)
+        half = options.hidden if config.encoding == "lc0" else max(1, options.hidden // 2)
         self.fc1 = nn.Linear(options.channels * (SQUARES if options.pool == "flatten" else 1), options.hidden)
-        self.fc2 = nn.Linear(options.hidden, half)
+        self.fc2 = nn.Linear(options.hidden, half) if config.encoding != "lc0" else None
         self.fc3 = nn.Linear(half, 1 if self.scalar else 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,7 +234,8 @@ class ValueHead(nn.Module):
             x = torch.einsum("bcs,bs->bc", x.flatten(2), weights)
         else:
             x = x.mean((2, 3)) if self.pool == "pooled" else x.flatten(1)
-        out = in_fp32(self.fc3, self.activation(self.fc2(self.activation(self.fc1(x))))).float()
+        x = self.activation(self.fc1(x))
+        out = in_fp32(self.fc3, x if self.fc2 is None else self.activation(self.fc2(x))).float()
         return torch.tanh(out).squeeze(1) if self.scalar else out
 
 
@@ -216,7 +266,7 @@ class PolicyValueNet(nn.Module):
         self.ssl_chunk = 0  # positions per chunk of the self-supervised heads; 0: the whole batch
         width = config.channels
         if trunk is None:
-            self.stem = ConvNorm(config, PLANES, width, 3)
+            self.stem = ConvNorm(config, input_planes(config), width, 3)
             self.features = ChessFeatures(config) if config.chess_features else None
             self.tower = nn.ModuleList(_build_tower(config))
         self.policy_head = PolicyHead(config)
@@ -237,9 +287,10 @@ class PolicyValueNet(nn.Module):
     def forward(
         self, planes: Tensor, heads: frozenset[str] | None = None, moves: Tensor | None = None
     ) -> dict[str, Any]:
-        """Outputs for `planes` (B, 19, 8, 8), of those that `heads` names (default: policy and value):
+        """Outputs for `planes` (B, C, 8, 8), of those that `heads` names (default: policy and value):
 
-        "policy": logits (B, 4672), or (B, L) of the policy indices `moves` (B, L) where that is cheaper.
+        "policy": logits (B, 4672), of Lc0's moves (B, 1858), or (B, L) of the policy indices `moves` (B, L) where that
+        is cheaper.
         "value": logits (B, 3), or values (B,) in [-1, 1].  "ssl_<name>": logits out["ssl"][name] (B, c, 8, 8).
         custom heads: (B, ...).  "features": trunk output (B, C, 8, 8).  "stream": list as in `trunk`.
         All are fp32 but the last two. ValueError for an unknown head.
@@ -298,7 +349,7 @@ def _check_trunk(trunk: nn.Module, config: ModelConfig) -> nn.Module:
     """Check the output shape of a custom trunk on one position."""
     device = next((parameter.device for parameter in trunk.parameters()), torch.device("cpu"))
     with torch.no_grad():
-        shape = tuple(trunk.eval()(torch.zeros(1, PLANES, 8, 8, device=device)).shape)
+        shape = tuple(trunk.eval()(torch.zeros(1, input_planes(config), 8, 8, device=device)).shape)
     if shape != (1, config.channels, 8, 8):
         raise ValueError(
             f"trunk: its output for one position is {shape}, expected (1, model.channels {config.channels}, 8, 8)"

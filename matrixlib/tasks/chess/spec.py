@@ -121,10 +121,8 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return replace(task, trunk=parts.trunk, heads=parts.heads, loss_functions=parts.losses)
 
     def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Network input `planes` (B, 19, 8, 8)."""
-        from matrixlib.tasks.chess.planes import planes
-
-        return {"planes": planes(batch, task.config.model.encoding)}
+        """Network input `planes` (B, C, 8, 8)."""
+        return {"planes": task.planes(batch)}
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
         """The first boards of a batch with their targets."""
@@ -133,9 +131,10 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return batch_boards(batch, rows)
 
     def task(self, config: ChessConfig) -> ChessTask:
+        from matrixlib.tasks.chess.lc0.network import Lc0Task
         from matrixlib.tasks.chess.task import ChessTask
 
-        return ChessTask(config)
+        return Lc0Task(config) if config.model.encoding == "lc0" else ChessTask(config)
 
     def folder(self, config: ChessConfig) -> Path:
         return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")

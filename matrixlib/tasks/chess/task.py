@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import chess
 import numpy as np
@@ -24,11 +24,12 @@ from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import Sums, visible_rows
-from matrixlib.tasks.chess.model import DEFAULT_HEADS, PLANES, PolicyValueNet, training_flops
+from matrixlib.tasks.chess.model import DEFAULT_HEADS, PolicyValueNet, input_planes, training_flops
 from matrixlib.tasks.chess.planes import SIDE, move_map, planes, unpack_maps
 
 # The padded policy has room for 96 legal moves, or the next multiple of 32
 MIN_POLICY_WIDTH, POLICY_WIDTH_STEP = 96, 32
+HISTORY_PLIES = 7
 # Term -> network output, where the names differ
 TERM_OUTPUTS = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}
 STATE_COLUMNS = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
@@ -60,8 +61,16 @@ class ChessTask:
     trunk: Callable[[ModelConfig], nn.Module] | None = None
     heads: tuple[Head, ...] = ()
     loss_functions: Mapping[str, Callable[[dict[str, Any], Batch], Any]] = field(default_factory=dict, hash=False)
-    input_planes: ClassVar[int] = PLANES
-    history: ClassVar[int] = 0  # earlier positions in the network's input, in plies
+
+    @property
+    def input_planes(self) -> int:
+        """Number of input planes."""
+        return input_planes(self.config.model)
+
+    @property
+    def history(self) -> int:
+        """Earlier positions in the network's input, in plies."""
+        return HISTORY_PLIES if self.config.model.history else 0
 
     @property
     def terms(self) -> dict[str, Term]:
@@ -161,6 +170,14 @@ class ChessTask:
         teacher = self.config.teacher
         if teacher.network and teacher.schedule == "learned":
             model.temperature = soft.LearnedTemperature(teacher.temperature, teacher.temperature_rate)
+        return model
+
+    def network_with(self, tensors: Mapping[str, Tensor]) -> PolicyValueNet:
+        """The network with these tensors. RuntimeError if they do not fit, before it takes memory."""
+        with torch.device("meta"):  # a file may claim sizes that do not fit in memory
+            PolicyValueNet(self.config.model).load_state_dict(tensors, assign=True)
+        model = self.build_model()
+        model.load_state_dict(tensors)
         return model
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
@@ -347,7 +364,7 @@ class ChessTask:
     def network_index(self, batch: Batch) -> Tensor:
         """Policy indices (B, L) in the network's frame, pads kept."""
         index = batch["policy_index"]
-        if self.config.model.encoding == "oriented":
+        if self.config.model.encoding != "matrix0":
             return index
         table = device_table(move_map, str(index.device), self.config.model.encoding)
         moved = table[batch["state"][:, SIDE, None].long(), index.clamp(min=0).long()]
@@ -355,7 +372,7 @@ class ChessTask:
 
     def oriented(self, maps: Tensor, batch: Batch, name: str = "") -> Tensor:
         """Maps (B, c, 8, 8) from the network's frame to the oriented board. name: their head."""
-        if self.config.model.encoding == "oriented":
+        if self.config.model.encoding != "matrix0":
             return maps
         # Matrix0's row 0 is rank 8, as on Black's oriented board; Black's own pieces are classes 6-11
         black = batch["state"][:, SIDE, None, None, None].ne(0)

@@ -21,6 +21,8 @@ from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.chess.uci.protocol import read_position, score_text
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from IPython.display import HTML
 
     from matrixlib.play.search import SearchResult
@@ -135,6 +137,13 @@ class Net(Network):
                 upright = slice(None, None, 1 if board.turn else -1)
                 ssl = {head: out["ssl/" + head][row][:, upright] for head in sorted(heads)}
                 yield Evaluation(board, moves, wdl, float(out["value"][row]), ssl)
+
+    def save_lc0(self, path: Path | str) -> str:
+        """Write the network as a weight file of Lc0 (`.pb.gz`), and say so. ValueError for a network that Lc0 cannot
+        run, with the options to train with, and for a path that cannot be written."""
+        from matrixlib.tasks.chess.lc0.weights import write
+
+        return write(self.model, path, self.updates)
 
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
         """Expected results (N,) in [-1, 1] of the sides to move."""

@@ -125,8 +125,8 @@ def export(net: Net, path: Path | str) -> onnx.OnnxFile:
     Verified on held-out positions of the sample set. ValueError for Lc0 networks and ONNX files; other errors as in
     `engine.onnx.export`.
     """
-    if net.task.history or isinstance(net.model, _OnnxModel):
-        raise ValueError("networks from Lc0 or ONNX files are not written as ONNX: use their own file")
+    if net.task.config.model.encoding == "lc0" or isinstance(net.model, _OnnxModel):
+        raise ValueError("networks of Lc0 or ONNX files are not written as ONNX: use their own file (`save_lc0`)")
     batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
     inputs = planes(batch, net.task.config.model.encoding).numpy()
     batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
@@ -183,12 +183,9 @@ def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
     try:
         model_config, message = infer_config(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
-        with torch.device("meta"):  # a file may claim sizes that do not fit in memory
+        with torch.device("meta"):
             empty = PolicyValueNet(model_config)
-        weights = convert_weights(data, empty.state_dict())
-        empty.load_state_dict(weights, assign=True)
-        model = task.build_model()
-        model.load_state_dict(weights)
+        model = task.network_with(convert_weights(data, empty.state_dict()))
     except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):

@@ -54,6 +54,17 @@ def slot_table() -> NDArray[np.int64]:
     return np.maximum(np.stack([plain, pawn, king]), 0).astype(np.int64)
 
 
+def attention_table() -> NDArray[np.int64]:
+    """Position (1858,) of each move in the attention policy: 64 x 64 pairs of squares, then 8 x 8 x 3 promotions by
+    from-file, to-file and piece (queen, rook, bishop).
+    """
+    table = np.zeros(POLICY_SIZE, np.int64)
+    promotion, s, t = np.nonzero(MOVES >= 0)
+    promoted = 64 * 64 + 24 * (s - 48) + 3 * (t - 56) + QUEEN - promotion
+    table[MOVES[promotion, s, t]] = np.where(promotion < 2, 64 * s + t, promoted)
+    return table
+
+
 def plane_table() -> NDArray[np.int64]:
     """Position (1858,) of each move in the flattened convolutional policy (80, 64), by from-square: 56 planes of queen
     moves (8 directions, 7 lengths), 8 of knight moves, 3 (rook, bishop, queen) per direction of a promotion.

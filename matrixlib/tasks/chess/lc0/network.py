@@ -1,157 +1,83 @@
-"""Lc0's residual networks, their 112 input planes, and the task to use them.
+"""Lc0's residual networks: their input planes, and the task to train and use them.
 
-Shapes: B positions, 112 planes, 8 rows (row 0 = rank 1 of the side to move), 8 columns (files); all eight boards are
-seen from the current side to move. No copies from the host.
+Shapes: B positions, 8 rows (row 0 = rank 1 of the side to move), 8 columns (files); all eight boards are seen from the
+current side to move. No copies from the host.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import chess
 import numpy as np
 import torch
-from torch import Tensor, nn
+from pydantic import ValidationError
+from torch import Tensor
 from torch.nn import functional as F
 
 from matrixlib.engine.task import Batch
 from matrixlib.play.game import Past
 from matrixlib.tasks.chess import losses
-from matrixlib.tasks.chess.blocks import SQUARES
 from matrixlib.tasks.chess.config import ChessConfig
-from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY_SIZE, plane_table, slot_table
-from matrixlib.tasks.chess.lc0.weights import PLANES, Arrays, read
-from matrixlib.tasks.chess.model import DEFAULT_HEADS, PolicyValueNet
-from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_pieces
+from matrixlib.tasks.chess.lc0.moves import slot_table
+from matrixlib.tasks.chess.lc0.weights import CLOCK_SCALE, read
+from matrixlib.tasks.chess.model import PolicyValueNet
+from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_maps, unpack_pieces
 from matrixlib.tasks.chess.records import from_boards
-from matrixlib.tasks.chess.task import ChessTask, device_table, packed_state
+from matrixlib.tasks.chess.task import HISTORY_PLIES, ChessTask, device_table, packed_state
 
-HISTORY_PLIES = 7
 EMPTY = 12
 PAWN, KING, THEIR_PAWN = 0, 5, 6
 
 
-class Block(nn.Module):
-    """Residual block with squeeze-and-excitation (scale and shift per channel)."""
-
-    def __init__(self, filters: int, units: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(filters, filters, 3, padding=1)
-        self.conv2 = nn.Conv2d(filters, filters, 3, padding=1)
-        self.reduce = nn.Linear(filters, units) if units else None
-        self.expand = nn.Linear(units, 2 * filters) if units else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(F.relu(self.conv1(x)))
-        if self.reduce is None or self.expand is None:
-            return F.relu(x + y)
-        scale, shift = self.expand(F.relu(self.reduce(y.mean((2, 3)))))[:, :, None, None].chunk(2, dim=1)
-        return F.relu(torch.addcmul(x + shift, scale.sigmoid(), y))
-
-
-class Lc0Network(nn.Module):
-    """A network from the arrays of a weight file; ValueError for inconsistent shapes."""
-
-    order: Tensor
-
-    def __init__(self, arrays: Arrays) -> None:
-        super().__init__()
-        width = {name.removesuffix(".bias"): len(array) for name, array in arrays.items() if name.endswith(".bias")}
-        filters, blocks = width["input"], sum(name.endswith("conv1") for name in width)
-        self.wdl, self.conv_policy = width["value2"] == 3, "policy1" in width
-        with torch.device("meta"):  # a file may claim sizes that do not fit in memory
-            self.input = nn.Conv2d(PLANES, filters, 3, padding=1)
-            self.tower = nn.ModuleList(Block(filters, width.get("tower.0.reduce", 0)) for _ in range(blocks))
-            if self.conv_policy:
-                self.policy1 = nn.Conv2d(filters, width["policy1"], 3, padding=1)
-                self.policy = nn.Conv2d(width["policy1"], CONV_PLANES, 3, padding=1)
-            else:
-                self.policy = nn.Conv2d(filters, width["policy"], 1)
-                self.moves = nn.Linear(width["policy"] * SQUARES, POLICY_SIZE)
-            self.value = nn.Conv2d(filters, width["value"], 1)
-            self.value1 = nn.Linear(width["value"] * SQUARES, width["value1"])
-            self.value2 = nn.Linear(width["value1"], 3 if self.wdl else 1)
-        self.register_buffer("order", torch.from_numpy(plane_table()), persistent=False)
-        try:
-            self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()}, assign=True)
-        except RuntimeError as error:
-            raise ValueError(" ".join(str(error).split())) from None
-
-    def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
-        """Outputs that `heads` names, default the first two: "policy" fp32 logits (B, 1858); "value" fp32 win-draw-loss
-        logits (B, 3) or values (B,) in [-1, 1]; "stream": input of the first block and output of each (B, C, 8, 8).
-        """
-        names = DEFAULT_HEADS if heads is None else heads
-        x = F.relu(self.input(planes))
-        out: dict[str, Any] = {"stream": [x]} if "stream" in names else {}
-        for block in self.tower:
-            x = block(x)
-            if "stream" in names:
-                out["stream"].append(x)
-        if "policy" in names:
-            if self.conv_policy:
-                out["policy"] = self.policy(F.relu(self.policy1(x))).flatten(1).float()[:, self.order]
-            else:
-                out["policy"] = self.moves(F.relu(self.policy(x)).flatten(1)).float()
-        if "value" in names:
-            value = self.value2(F.relu(self.value1(F.relu(self.value(x)).flatten(1)))).float()
-            out["value"] = value if self.wdl else torch.tanh(value).squeeze(1)
-        return out
-
-
 @dataclass(frozen=True)
 class Lc0Task(ChessTask):
-    """Chess task of an Lc0 network, with seven positions of history; for inference only."""
-
-    input_planes: ClassVar[int] = PLANES
-    history: ClassVar[int] = HISTORY_PLIES
+    """Chess task of a network with `encoding: lc0`. Stored rows are single positions, so in training its history, if it
+    sees any, is filled up."""
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
     ) -> dict[str, np.ndarray]:
         """`ChessTask.inputs` plus the history, see `planes`."""
         out = super().inputs(rows, index, offset)
-        if past is not None:
+        if past is not None and self.history:
             out |= {"past": np.ascontiguousarray(past.states["pieces"]), "past_state": packed_state(past.states)}
             out["known"] = past.known.astype(np.int16)
         return out
 
-    def build_model(self) -> PolicyValueNet:
-        raise ValueError("Lc0 networks are read from weight files and cannot be trained")
-
     def planes(self, batch: Batch) -> Tensor:
-        return planes(batch)
-
-    def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
-        return model(self.planes(batch), terms)
+        return planes(batch, self.config.model.history)
 
     def network_index(self, batch: Batch) -> Tensor:
         return torch.where(batch["policy_index"] != losses.PAD_INDEX, lc0_index(batch), losses.PAD_INDEX)
 
 
-def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
+def open_weights(path: Path | str) -> tuple[Lc0Task, PolicyValueNet]:
     """Task and fp32 network on the CPU from a weight file; ValueError for a damaged or unsupported file."""
     try:
-        network = Lc0Network(read(path))
+        options, tensors = read(path)
+        task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
+        return task, task.network_with(tensors)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{Path(path).name} cannot be read as an Lc0 network: {error}") from None
-    kind = "wdl" if network.wdl else "scalar"
-    config = ChessConfig.model_validate({"task": "chess", "model": {"ssl": [], "value": {"kind": kind}}})
-    return Lc0Task(config), network
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, ValidationError):
+            reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"{Path(path).name} cannot be read as an Lc0 network: {reason}") from None
 
 
-def planes(batch: Mapping[str, Tensor]) -> Tensor:
-    """Input planes (B, 112, 8, 8) float32 on the device of the batch.
+def planes(batch: Mapping[str, Tensor], history: bool = True) -> Tensor:
+    """Input planes float32 on the device of the batch: (B, 112, 8, 8), or without the history (B, 21, 8, 8).
 
     batch: `pieces` and `state` as in `ChessTask.prepare`; optionally the history, newest first, in the same form and
-    each from its own side to move: `past` uint8 (B, H, 32), `past_state` int16 (B, H, 6), `known` int16 (B,) of H.
+    each from its own side to move: `past` uint8 (B, H, 32), `past_state` int16 (B, H, 6), `known` int16 (B,) of H;
+    optionally `hidden` uint8 (B, 8), squares that look empty.
 
     Per board, newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 repetition. 104-107 castling rights (our queen's side,
-    our king's, theirs), 108 Black to move, 109 half-move clock, 111 ones. Unknown boards repeat the oldest one, before
-    its double step if any (Lc0's `fen_only`); before the initial position they are empty.
+    our king's, theirs), 108 Black to move, 109 half-move clock / 100 (weights in files are for Lc0's undivided one),
+    111 ones. Unknown boards repeat the oldest one, before its double step if any (Lc0's `fen_only`); before the initial
+    position they are empty.
     """
     pieces, state = batch["pieces"][:, None], batch["state"][:, None]
     if "past" in batch:
@@ -159,9 +85,27 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
         known = batch["known"].long()
     else:
         known = state[:, 0, SIDE].long() * 0
-    rows, side = torch.arange(len(pieces), device=pieces.device), state[:, :1, SIDE]
+    side = state[:, :1, SIDE]
     own = unpack_pieces(pieces.flatten(0, 1)).unflatten(0, pieces.shape[:2])
+    if "hidden" in batch:
+        own = torch.where(unpack_maps(batch["hidden"]).flatten(1)[:, None] > 0, EMPTY, own)
     boards, repeated = _reorient(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
+    if history:
+        boards, repeated = _filled(own, state, known, boards, repeated)
+    classes = torch.arange(EMPTY, dtype=torch.uint8, device=boards.device)
+    occupied = boards[:, :, None].eq(classes[:, None]).float()
+    whole = repeated.gt(0).float()[:, :, None, None].expand(-1, -1, -1, 64)
+    now = state[:, 0]
+    rights = torch.stack([now[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
+    ones, clock = torch.ones_like(rights[:, :1]), now[:, HALFMOVE, None] / CLOCK_SCALE
+    scalars = torch.cat([rights, now[:, SIDE, None], clock, 0 * ones, ones], dim=1).float()
+    seen = torch.cat([occupied, whole], dim=2).flatten(1, 2)
+    return torch.cat([seen, scalars[:, :, None].expand(-1, -1, 64)], dim=1).unflatten(2, (8, 8))
+
+
+def _filled(own: Tensor, state: Tensor, known: Tensor, boards: Tensor, repeated: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight boards (B, 8, 64) and repetitions (B, 8) from the known ones: `own` each from its own side."""
+    rows, side = torch.arange(len(own), device=own.device), state[:, :1, SIDE]
     oldest, last = own[rows, known], state[rows, known]
     start = oldest.eq(device_table(_start_position, str(oldest.device))).all(1)
     start &= (last[:, CASTLING] == 15) & (last[:, SIDE] == 0)
@@ -170,16 +114,7 @@ def planes(batch: Mapping[str, Tensor]) -> Tensor:
     missing = torch.arange(1 + HISTORY_PLIES, device=known.device) > known[:, None]
     more = 1 + HISTORY_PLIES - boards.shape[1]
     boards = torch.where(missing[:, :, None], fill, F.pad(boards, (0, 0, 0, more)))
-    repeated = torch.where(missing, again, F.pad(repeated, (0, more)))
-    classes = torch.arange(EMPTY, dtype=torch.uint8, device=boards.device)
-    occupied = boards[:, :, None].eq(classes[:, None]).float()
-    whole = repeated.gt(0).float()[:, :, None, None].expand(-1, -1, -1, 64)
-    now = state[:, 0]
-    rights = torch.stack([now[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
-    ones = torch.ones_like(rights[:, :1])
-    scalars = torch.cat([rights, now[:, SIDE, None], now[:, HALFMOVE, None], 0 * ones, ones], dim=1).float()
-    history = torch.cat([occupied, whole], dim=2).flatten(1, 2)
-    return torch.cat([history, scalars[:, :, None].expand(-1, -1, 64)], dim=1).unflatten(2, (8, 8))
+    return boards, torch.where(missing, again, F.pad(repeated, (0, more)))
 
 
 def lc0_index(batch: Mapping[str, Tensor]) -> Tensor:

@@ -1,31 +1,42 @@
-"""Reader of Lc0 weight files (`.pb.gz`): a gzipped protocol buffer `Net`, parsed without generated code.
+"""Lc0's weight files (`.pb.gz`), read and written: a gzipped protocol buffer `Net`, without generated code.
 
-Supported: residual networks with or without squeeze-and-excitation, classical or convolutional policy, scalar or
-win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of the arrays.
+Supported: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical, convolutional or
+attention policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays.
 Format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
 import gzip
 import io
 import operator
+import os
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
-PLANES = 112
+from matrixlib.files import write_bytes
+from matrixlib.tasks.chess.config import ModelConfig, lc0_changes
+from matrixlib.tasks.chess.model import LC0_PLANES, PolicyValueNet
+
+CLOCK, CLOCK_SCALE = 109, 100  # plane of the half-move clock, and its divisor in our planes
+NOW = (*range(13), *range(104, LC0_PLANES))  # planes of a network without history
 MAGIC = b"\x0d\xc0\x01\0\0"
 EPS = 1e-5
 MAX_BYTES = 1 << 30  # decompressed
 LINEAR16 = 1
+POLICIES = {"dense": 1, "conv": 2, "attention": 3}
+ATTENTION = {"embed": 4, "query": 17, "key": 19}  # fields of the weights of its policy
 FORMATS = {  # name -> (field, supported values)
     "input": (1, (0, 1)),
     "network": (3, (0, 1, 2, 3, 4)),  # with and without squeeze-and-excitation; 3 and 4 specify the heads
-    "policy": (4, (0, 1, 2)),
+    "policy": (4, (0, 1, 2, 3)),
     "value": (5, (0, 1, 2)),
-    "activation": (7, (0,)),
+    "activation": (7, (0, 1)),
 }
 FORMAT_NAMES = {
     ("network", 5): "an embedded ONNX file",
@@ -33,15 +44,14 @@ FORMAT_NAMES = {
     ("network", 7): "an attention body with several heads",
     ("input", 2): "112 planes with castling by files",
     **{("input", number): "canonical planes" for number in (3, 4, 5)},
-    ("policy", 3): "an attention policy",
-    ("activation", 1): "Mish activations",
 }
 
-Arrays = dict[str, NDArray[np.float32]]
+Arrays = dict[str, NDArray[np.float64]]
 
 
-def read(path: Path | str) -> Arrays:
-    """Arrays of a network by the names of `network.Lc0Network`; ValueError for a damaged or unsupported file."""
+def read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(options of `model`, tensors) of a network; ValueError for a damaged or unsupported file. A batch norm that is
+    folded into its convolution is read as one that changes nothing, with `num_batches_tracked` 0."""
     data = Path(path).read_bytes()
     if data.startswith(b"\x1f\x8b"):
         try:
@@ -98,34 +108,77 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise ValueError(f"an unterminated integer at byte {at}")
 
 
-def parse(net: Message) -> Arrays:
-    """Arrays of a message `Net`, see `read`."""
-    policy = _check_format(net.message(4))
+def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Options and tensors of a message `Net`, see `read`."""
+    form = _check_format(net.message(4))
     weights = net.message(10)
     if not weights.fields:
         raise ValueError("it has no weights")
-    arrays = _convolution("input", weights.message(1), PLANES, 3)
-    filters = len(arrays["input.bias"])
-    for number in range(len(weights.fields.get(2, []))):
+    arrays = _normed("stem.conv", "stem.norm", weights.message(1), LC0_PLANES, 3)
+    filters, blocks = len(arrays["stem.norm.bias"]), len(weights.fields.get(2, []))
+    for number in range(blocks):
         block, name = weights.message(2, number), f"tower.{number}"
-        arrays |= _convolution(f"{name}.conv1", block.message(1), filters, 3)
-        arrays |= _convolution(f"{name}.conv2", block.message(2), filters, 3)
+        for k in (0, 1):
+            arrays |= _normed(f"{name}.convs.{k}", f"{name}.norms.{k}", block.message(1 + k), filters, 3)
         if block.message(3).fields:
-            arrays |= _dense(f"{name}.reduce", block.message(3), 1) | _dense(f"{name}.expand", block.message(3), 3)
-    if policy == 2:
-        arrays |= _convolution("policy1", weights.message(11), filters, 3)
-        arrays |= _convolution("policy", weights.message(3), len(arrays["policy1.bias"]), 3)
+            arrays |= _dense(f"{name}.se.reduce", block.message(3), 1) | _dense(
+                f"{name}.se.expand", block.message(3), 3
+            )
+    policy, value = (
+        ("policy_head.input.conv", "policy_head.input.norm"),
+        ("value_head.input.conv", "value_head.input.norm"),
+    )
+    if form["policy"] == 2:
+        arrays |= _normed(*policy, weights.message(11), filters, 3)
+        arrays |= _plain("policy_head.planes", weights.message(3), len(arrays["policy_head.input.norm.bias"]), 3)
+    elif form["policy"] == 3:
+        if 21 in weights.fields:
+            raise ValueError("unsupported: encoders in its policy")
+        for name, field in ATTENTION.items():
+            arrays |= _dense(f"policy_head.pairs.{name}", weights, field)
+        arrays["policy_head.pairs.pieces.weight"] = _layer("pieces", weights, 22).reshape(4, -1)
     else:
-        arrays |= _convolution("policy", weights.message(3), filters, 1) | _dense("moves", weights, 4)
-    arrays |= _convolution("value", weights.message(6), filters, 1)
-    arrays |= _dense("value1", weights, 7) | _dense("value2", weights, 9)
+        arrays |= _normed(*policy, weights.message(3), filters, 1) | _dense("policy_head.dense", weights, 4)
+    arrays |= _normed(*value, weights.message(6), filters, 1)
+    arrays |= _dense("value_head.fc1", weights, 7) | _dense("value_head.fc3", weights, 9)
     if bad := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise ValueError(f"{bad[0]} has values that are not finite")
-    return arrays
+    arrays["stem.conv.weight"][:, CLOCK] *= CLOCK_SCALE
+    seen = arrays["stem.conv.weight"][:, 13:104].any()
+    if not seen:
+        arrays["stem.conv.weight"] = arrays["stem.conv.weight"][:, NOW]
+    width = {name.removesuffix(".bias"): array.size for name, array in arrays.items()}
+    kind = {0: "dense"} | {number: name for name, number in POLICIES.items()}
+    activation = "mish" if form["activation"] else "relu"
+    options = {
+        "encoding": "lc0",
+        "history": bool(seen),
+        "channels": filters,
+        "blocks": blocks,
+        "preact": False,
+        "activation": activation,
+        "norm": {"blocks": "batch", "stem_heads": "batch"},
+        "se_ratio": width.get("tower.0.se.reduce", 0) / filters,
+        "policy": {
+            "kind": kind[form["policy"]],
+            "channels": width.get(policy[1]) or width["policy_head.pairs.embed"],
+            **({"rank": width["policy_head.pairs.key"]} if form["policy"] == 3 else {}),
+        },
+        "value": {
+            "kind": "wdl" if width["value_head.fc3"] == 3 else "scalar",
+            "channels": width[value[1]],
+            "hidden": width["value_head.fc1"],
+            "activation": activation,
+        },
+        "ssl": [],
+    }
+    tensors = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
+    counters = {n: tensor.long() for n, tensor in tensors.items() if n.endswith("num_batches_tracked")}
+    return options, tensors | counters
 
 
-def _check_format(message: Message) -> int:
-    """Check the network format; returns the policy format. ValueError for an unsupported one."""
+def _check_format(message: Message) -> dict[str, int]:
+    """The network format by the names of `FORMATS`. ValueError for an unsupported one."""
     form, encoding = message.message(2), message.integer(1)
     found = {name: form.integer(field) for name, (field, _) in FORMATS.items()}
     if found["network"] < 3:  # older than the choice of heads
@@ -135,14 +188,14 @@ def _check_format(message: Message) -> int:
     ]
     if bad := bad + [f"weights in encoding {encoding}"] * (encoding not in (0, LINEAR16)):
         raise ValueError(
-            f"unsupported: {', '.join(bad)}; supported are residual networks with 112 classical planes, ReLU, a "
-            "classical or convolutional policy and 16-bit weights"
+            f"unsupported: {', '.join(bad)}; supported are residual networks with 112 classical planes, a "
+            "classical, convolutional or attention policy and 16-bit weights"
         )
-    return found["policy"]
+    return found
 
 
-def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
-    """A convolution with folded batch norm."""
+def _convolution(name: str, block: Message, inputs: int, kernel: int) -> tuple[NDArray[np.float64], Arrays]:
+    """Weights of a convolution, and its batch norm (with the bias) by the names of torch."""
     weights, *parts = (_layer(name, block, number) for number in range(1, 7))
     outputs, rest = divmod(len(weights), inputs * kernel * kernel)
     if rest or not outputs:
@@ -154,13 +207,28 @@ def _convolution(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
         part if len(part) else np.full(outputs, default)
         for part, default in zip(parts, (0.0, 0.0, 1 - EPS, 1.0, 0.0), strict=True)
     )
-    with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is named by `parse`
-        scale = gamma / np.sqrt(variance + EPS)
-    folded = weights.reshape(outputs, -1) * scale[:, None]
-    return {
-        f"{name}.weight": folded.reshape(outputs, inputs, kernel, kernel).astype(np.float32),
-        f"{name}.bias": (beta - scale * (mean - bias)).astype(np.float32),
+    norm = {
+        "weight": gamma,
+        "bias": beta,
+        "running_mean": mean - bias,
+        "running_var": np.where(variance + EPS > 0, variance, np.nan),  # named by `parse`
+        "num_batches_tracked": np.array(float(len(parts[1]) > 0)),
     }
+    return weights.reshape(outputs, inputs, kernel, kernel), norm
+
+
+def _normed(conv: str, norm: str, block: Message, inputs: int, kernel: int) -> Arrays:
+    """A convolution and its batch norm."""
+    weights, parts = _convolution(conv, block, inputs, kernel)
+    return {f"{conv}.weight": weights, **{f"{norm}.{name}": array for name, array in parts.items()}}
+
+
+def _plain(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
+    """A convolution with folded batch norm."""
+    weights, norm = _convolution(name, block, inputs, kernel)
+    scale = norm["weight"] / np.sqrt(norm["running_var"] + EPS)
+    bias = norm["bias"] - scale * norm["running_mean"]
+    return {f"{name}.weight": weights * scale[:, None, None, None], f"{name}.bias": bias}
 
 
 def _dense(name: str, message: Message, field: int) -> Arrays:
@@ -168,10 +236,7 @@ def _dense(name: str, message: Message, field: int) -> Arrays:
     weights, bias = _layer(name, message, field), _layer(name, message, field + 1)
     if not len(bias) or len(weights) % len(bias):
         raise ValueError(f"{name} has {len(weights):,} weights for {len(bias):,} biases")
-    return {
-        f"{name}.weight": weights.reshape(len(bias), -1).astype(np.float32),
-        f"{name}.bias": bias.astype(np.float32),
-    }
+    return {f"{name}.weight": weights.reshape(len(bias), -1), f"{name}.bias": bias}
 
 
 def _layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
@@ -183,3 +248,96 @@ def _layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):  # what is not finite is named by `parse`
         values = np.frombuffer(layer.chunk(3), "<u2").astype(np.float32) / np.float32(65535) * (high - low) + low
     return values.astype(np.float64)
+
+
+def write(model: nn.Module, path: Path | str, updates: int = 0) -> str:
+    """Write a network, trained by so many `updates`, as a weight file, and say so. ValueError for a network that Lc0
+    cannot run, with the options to train with, and for a path that cannot be written."""
+    if not isinstance(model, PolicyValueNet) or model.own_trunk is not None:
+        raise ValueError("Lc0 cannot run this network: it has a trunk of its own, or is from an ONNX file")
+    if changes := lc0_changes(model.config):
+        raise ValueError(f"Lc0 cannot run this network: train one with {changes} (preset lc0_quick)")
+    if not os.path.basename(path).endswith(".pb.gz"):
+        raise ValueError(f"{path}: the name of a weight file must end in .pb.gz")
+    data = gzip.compress(_net(model.config, model.state_dict(), updates), mtime=0)
+    try:
+        write_bytes(Path(path), data)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
+    left = [f"ssl_{name}" for name in model.config.ssl] + list(model.own_heads)
+    return f"wrote {path}, {len(data) / 1e6:.1f} MB" + (f", without the heads {', '.join(left)}" if left else "")
+
+
+def _net(config: ModelConfig, state: dict[str, Tensor], updates: int) -> bytes:
+    """The message `Net` of a network."""
+    arrays = {name: tensor.cpu().double().numpy() for name, tensor in state.items()}
+
+    def normed(conv: str, norm: str) -> bytes:
+        """ConvBlock scaled to outputs of variance 1, as 16 bits for all variances of a layer would be too few."""
+        deviation = np.sqrt(arrays[f"{norm}.running_var"] + EPS)
+        weight = arrays[f"{conv}.weight"] / deviation[:, None, None, None]
+        if conv == "stem.conv":
+            now, weight = weight, np.zeros((len(weight), LC0_PLANES, 3, 3))
+            weight[:, slice(None) if config.history else NOW] = now
+            weight[:, CLOCK] /= CLOCK_SCALE
+        mean, variance = arrays[f"{norm}.running_mean"] / deviation, np.full(len(weight), 1 - EPS)
+        layers = (weight, None, mean, variance, arrays[f"{norm}.weight"], arrays[f"{norm}.bias"])
+        return _message(*((k, layer) for k, layer in enumerate(layers, 1) if layer is not None))
+
+    def layers(name: str, field: int) -> list[tuple[int, Any]]:
+        return [(field, arrays[f"{name}.weight"]), (field + 1, arrays[f"{name}.bias"])]
+
+    weights: list[tuple[int, Any]] = [(1, normed("stem.conv", "stem.norm"))]
+    for number in range(config.blocks):
+        name = f"tower.{number}"
+        block: list[tuple[int, Any]] = [(1 + k, normed(f"{name}.convs.{k}", f"{name}.norms.{k}")) for k in (0, 1)]
+        if config.se_ratio:
+            block.append((3, _message(*layers(f"{name}.se.reduce", 1), *layers(f"{name}.se.expand", 3))))
+        weights.append((2, _message(*block)))
+    kind = config.policy.kind
+    if kind == "attention":
+        weights += [layer for name, field in ATTENTION.items() for layer in layers(f"policy_head.pairs.{name}", field)]
+        weights.append((22, arrays["policy_head.pairs.pieces.weight"]))
+    else:
+        policy = normed("policy_head.input.conv", "policy_head.input.norm")
+        weights.append((11 if kind == "conv" else 3, policy))
+        last = layers("policy_head.planes", 1) if kind == "conv" else layers("policy_head.dense", 4)
+        weights += [(3, _message(*last))] if kind == "conv" else last
+    weights.append((6, normed("value_head.input.conv", "value_head.input.norm")))
+    weights += [*layers("value_head.fc1", 7), *layers("value_head.fc3", 9)]
+    mish, wdl = config.activation == "mish", config.value.kind == "wdl"
+    kinds = enumerate((1, 1 + wdl, 4 if config.se_ratio else 3, POLICIES[kind], 1 + wdl, 0, int(mish)), 1)
+    least = _message((1, 0), (2, 29 if mish or kind == "attention" else 21), (3, 0))  # version of Lc0
+    form = _message((1, LINEAR16), (2, _message(*kinds)))
+    return MAGIC[:5] + _message((3, least), (4, form), (5, _message((1, updates))), (10, _message(*weights)))
+
+
+def _message(*fields: tuple[int, Any]) -> bytes:
+    """A message of numbers, messages (bytes) and layers (arrays)."""
+    out = bytearray()
+    for number, value in fields:
+        if isinstance(value, int):
+            out += _number(number << 3) + _number(value)
+        else:
+            data = value if isinstance(value, bytes) else _packed(value)
+            out += _number(number << 3 | 2) + _number(len(data)) + data
+    return bytes(out)
+
+
+def _packed(values: NDArray[np.float64]) -> bytes:
+    """A layer of 16-bit integers from least to greatest; with zeros on a grid whose step 32,768 is exactly 0."""
+    low, span = values.min(), np.ptp(values) or 1.0
+    if not values.all():
+        span = 2.0 ** np.ceil(np.log2(2.0001 * np.abs(values).max() or 1.0))
+        low = -float(np.float32(32768) / np.float32(65535)) * span
+    steps = np.rint((values - low) / span * 65535).astype("<u2").tobytes()
+    return b"\x0d" + struct.pack("<f", low) + b"\x15" + struct.pack("<f", low + span) + _message((3, steps))
+
+
+def _number(value: int) -> bytes:
+    """A varint."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])

@@ -1,0 +1,281 @@
+"""Networks for Lc0: trained here, written as weight files, read back, run by Lc0 itself, and begun from such a file."""
+
+import gzip
+import os
+import random
+import shutil
+from contextlib import closing
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import chess
+import chess.engine
+import lc0_files
+import numpy as np
+import pytest
+import torch
+from cells import run_notebook
+from networks import CPU, random_net
+
+import matrixlib
+from matrixlib import config as configuration
+from matrixlib.config import ConfigError
+from matrixlib.engine.optim import parameter_groups
+from matrixlib.runs import run as runs
+from matrixlib.runs.data import RunError
+from matrixlib.runs.start import source_weights
+from matrixlib.tasks import get_task, load_config
+from matrixlib.tasks.chess.config import SSL_CHANNELS
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.throughput import positions
+from matrixlib.tasks.chess.lc0.network import planes
+from matrixlib.tasks.chess.lc0.weights import LC0_PLANES, Message
+from matrixlib.tasks.chess.records import from_boards
+from matrixlib.tasks.chess.task import packed_state
+
+PROMOTIONS = ("1n1n3k/P1P5/8/8/8/8/8/4R2K w - - 0 1", "6k1/8/8/8/8/8/3p1p2/K1N1N3 b - - 3 40")
+CONV = {"kind": "conv", "channels": 16, "rank": 96}
+SMALL = {"channels": 16, "blocks": 2, "policy": CONV}
+FORMS: dict[str, dict[str, Any]] = {
+    "relu": {},
+    "mish": {"activation": "mish", "value": {"activation": "mish"}},
+    "plain": {"se_ratio": 0.0},
+    "history": {"history": True},
+    "attention": {"policy": {"kind": "attention", "rank": 8, "channels": 12}},
+    "classical": {"policy": {"kind": "dense", "channels": 4}, "value": {"kind": "scalar"}},
+}
+
+
+def opened(name: str, model: Any = (), **train: Any) -> runs.Run:
+    options = {"steps": 12, "batch_size": 64, **train}
+    overrides = {"model": configuration.merge(SMALL, dict(model)), "runtime": CPU, "data": {"workers": 0}}
+    overrides |= {"train": options, "validation": {"limit": 64, "sample": 64, "batch_size": 64}}
+    overrides |= {"optim": {"warmup_steps": 2}}
+    return runs.open_run("lc0_quick", run=name, overrides=overrides)
+
+
+def made(form: str = "relu") -> Net:
+    """A network with random weights and statistics whose moves are not alike."""
+    task: Any = get_task("chess").task(load_config("lc0_quick", {"model": configuration.merge(SMALL, FORMS[form])}))
+    model, generator = task.build_model(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("running_var"):
+                tensor.copy_((noise - 1).exp())
+            elif tensor.is_floating_point():
+                tensor += 0.05 * noise
+            if "pairs" in name:
+                tensor *= 1.3
+    return Net(model, task, random_net().runtime)
+
+
+def games(count: int, plies: int) -> list[chess.Board]:
+    """Positions after random plies, with their moves."""
+    boards, rng = [], random.Random(7)
+    for number in range(count):
+        board = chess.Board()
+        for _ in range(number * plies // count):
+            board.push(rng.choice(list(board.legal_moves)))
+            if board.is_game_over():
+                board.pop()
+        boards.append(board)
+    return boards
+
+
+def difference(ours: Net, other: Net, boards: list[chess.Board]) -> float:
+    """Largest difference of probabilities and values."""
+    most = 0.0
+    for a, b in zip(ours.evaluate_boards(boards), other.evaluate_boards(boards), strict=True):
+        most = max(most, abs(a.value - b.value), *(abs(share - b.moves[move]) for move, share in a.moves.items()))
+    return most
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Net:
+    """A network of the preset, small, after seconds of training with every self-supervised head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIXLIB_REPORTS", str(tmp_path_factory.mktemp("reports")))
+        with closing(opened("trained", FORMS["attention"] | {"ssl": list(SSL_CHANNELS)}, steps=80)) as run:
+            losses = [one.losses["policy"] + one.losses["value"] for one in run.train()]
+            assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.05
+            groups = parameter_groups(run.trainer.model, 0.1, muon=True)
+            orthogonal = {id(p) for group in groups if group["orthogonal"] for p in group["params"]}
+            names = {name for name, p in run.trainer.model.named_parameters() if id(p) in orthogonal}
+            assert "tower.0.convs.0.weight" in names
+            assert not names & {"stem.conv.weight", "policy_head.pairs.key.weight", "value_head.fc3.weight"}
+        net = matrixlib.load(run.folder, device="cpu")
+    assert isinstance(net, Net)
+    return net
+
+
+def test_a_trained_network_is_read_back(trained: Net, tmp_path: Path) -> None:
+    text = trained.save_lc0(tmp_path / "net.pb.gz")
+    assert "without the heads ssl_piece, ssl_threat" in text
+    back = matrixlib.load(tmp_path / "net.pb.gz", device="cpu")
+    assert difference(trained, back, games(40, 80)) < 2e-3
+    assert back.task.history == trained.task.history == 0
+    message = Message(memoryview(gzip.decompress((tmp_path / "net.pb.gz").read_bytes())))
+    assert message.message(5).integer(1) == trained.updates > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_back(tmp_path: Path, form: str) -> None:
+    net = made(form)
+    net.save_lc0(tmp_path / "net.pb.gz")
+    back = matrixlib.load(tmp_path / "net.pb.gz", device="cpu")
+    assert back.task.config.model == net.task.config.model.model_copy(update={"ssl": ()})
+    assert difference(net, back, games(40, 80)) < 5e-3, "logits up to 50 are rounded to 16 bits"
+
+
+def test_lc0s_history_is_multiplied_by_nothing(trained: Net, tmp_path: Path) -> None:
+    """As Lc0 itself unpacks the 16 bits."""
+    trained.save_lc0(tmp_path / "net.pb.gz")
+    net = Message(memoryview(gzip.decompress((tmp_path / "net.pb.gz").read_bytes())))
+    layer = net.message(10).message(1).message(1)
+    low, high = (np.frombuffer(layer.chunk(k), "<f4")[0] for k in (1, 2))
+    share = np.frombuffer(layer.chunk(3), "<u2") / np.float32(65535)
+    weights = (low * (1 - share) + high * share).reshape(-1, LC0_PLANES, 9)
+    assert np.abs(weights[:, 13:104]).max() == 0
+    assert np.abs(weights[:, [*range(13), *range(104, 110), 111]]).max((0, 2)).min() > 0
+
+
+def test_hidden_squares_look_empty(trained: Net) -> None:
+    rows = from_boards([chess.Board()])
+    batch = {"pieces": torch.from_numpy(rows["pieces"].copy()), "state": torch.from_numpy(packed_state(rows))}
+    hidden = torch.tensor([[255, 0, 0, 0, 0, 0, 0, 1]], dtype=torch.uint8)
+    for history in (False, True):
+        now, seen = planes(batch, history), planes(batch | {"hidden": hidden}, history)
+        assert (now[0, :12].sum(), seen[0, :12].sum()) == (32, 23)
+        assert torch.equal(now[0, -8:], seen[0, -8:])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, r"model.encoding lc0, .*model.norm.blocks batch, .*value.activation relu"),
+        ({"policy": {"kind": "factored"}}, r"model.policy.kind conv or attention or dense"),
+        ({"policy": CONV | {"channels": 8}}, r"model.policy.channels \d+"),
+        ({"attention": {"every": 1}}, "model.attention.every 0"),
+        ({"value": {"hidden": 64}}, "model.value.hidden 128"),
+        ({"value": {"pool": "pooled"}}, "model.value.pool flatten"),
+    ],
+)
+def test_what_lc0_cannot_run_is_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    path = tmp_path / "net.pb.gz"
+    with pytest.raises(ValueError, match=f"Lc0 cannot run this network: train one with .*{named}.*preset lc0_quick"):
+        random_net(**options).save_lc0(path)
+    assert not path.exists()
+    if options:
+        with pytest.raises(ConfigError, match=f"with encoding lc0 set {named}"):
+            load_config("lc0_quick", {"model": options})
+
+
+def test_bad_paths_are_named(tmp_path: Path) -> None:
+    net = made()
+    with pytest.raises(ValueError, match=r"net.onnx: the name of a weight file must end in .pb.gz"):
+        net.save_lc0(tmp_path / "net.onnx")
+    with pytest.raises(ValueError, match=r"nowhere/net.pb.gz: cannot be written \(No such file"):
+        net.save_lc0(tmp_path / "nowhere" / "net.pb.gz")
+    with pytest.raises(ConfigError, match="history"):
+        load_config("demo", {"model": {"history": True}})
+
+
+def test_the_notebook_writes_it(tmp_path: Path) -> None:
+    made().save_lc0(tmp_path / "net.pb.gz")
+    again = tmp_path / "again.pb.gz"
+    shown = run_notebook("eval", run=str(tmp_path / "net.pb.gz"), device="cpu", sample=64, lc0=str(again))
+    assert f"wrote {again}" in shown.text
+    assert again.is_file()
+    with pytest.raises(ValueError, match="pgn, onnx, int8 and lc0 must be different files"):
+        run_notebook("eval", run=str(again), onnx=str(again), lc0=str(again))
+
+
+def test_a_run_begins_with_maia_and_goes_on(shared: Path, reports: Path, tmp_path: Path) -> None:
+    path = shared / "maia" / "maia-1900.pb.gz"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in the shared data")
+    maia = matrixlib.load(path, device="cpu")
+    with pytest.raises(RunError, match=r"other options: model.history True -> False, model.channels 64 -> 16"):
+        opened("other", {}, init=str(path))
+    options = maia.task.config.model.model_dump()
+    with closing(opened("mine", options, init=str(path), batch_size=16, steps=2)) as run:
+        model, task = run.trainer.evaluation_model(), cast(Any, run.task)
+        assert model is not None
+        begun = Net(model, task, maia.runtime)
+        assert difference(maia, begun, games(20, 40)) == 0
+        rows = {name: torch.from_numpy(array) for name, array in positions(maia, 128).items()}
+        played, trained = (task.predict(deepcopy(model).train(mode), rows)["value"] for mode in (False, True))
+        assert (played - trained).abs().mean() < 0.05, "the statistics of our positions are about its own"
+        assert len(list(run.train())) == 2
+    net = cast(Net, matrixlib.load(run.folder, device="cpu"))
+    net.save_lc0(tmp_path / "mine.pb.gz")
+    back = cast(Net, matrixlib.load(tmp_path / "mine.pb.gz", device="cpu"))
+    assert difference(net, back, games(8, 40)) < 2e-3 < difference(net, maia, games(8, 40))
+
+
+def test_a_file_with_folded_norms_trains_nothing(tmp_path: Path) -> None:
+    path = lc0_files.save(tmp_path / "folded.pb.gz", lc0_files.network())
+    with pytest.raises(RunError, match="batch norm folded in, so it can be played, not trained"):
+        source_weights(str(path), load_config("lc0_quick"))
+
+
+# Lc0 itself
+
+
+@pytest.fixture(scope="module")
+def lc0() -> str:
+    found = os.environ.get("MATRIXLIB_LC0") or shutil.which("lc0")
+    if not found:
+        pytest.skip("Lc0 is neither on the path nor named by MATRIXLIB_LC0")
+    return found
+
+
+def asked(engine: chess.engine.SimpleEngine, board: chess.Board) -> tuple[dict[str, float], float, list[float]]:
+    """(probability by move, value, win-draw-loss) that Lc0 prints for a position with its moves."""
+    shares, value, wdl = dict[str, float](), 0.0, list[float]()
+    with engine.analysis(board, chess.engine.Limit(nodes=1), game=object()) as analysis:
+        for info in analysis:
+            if "wdl" in info:
+                wdl = [count / 1000 for count in info["wdl"].relative]
+            name, _, rest = info.get("string", "").partition(" ")
+            if name == "node":
+                value = float(rest.rpartition("(V:")[2].strip(" )"))
+            elif "(P:" in rest:
+                shares[board.parse_uci(name).uci()] = float(rest.partition("(P:")[2].partition("%")[0]) / 100
+    return shares, value, wdl
+
+
+@pytest.mark.parametrize("form", ["trained", *FORMS])
+def test_lc0_says_the_same(form: str, lc0: str, trained: Net, tmp_path: Path) -> None:
+    net = trained if form == "trained" else made(form)
+    net.save_lc0(tmp_path / "net.pb.gz")
+    net, boards = cast(Net, matrixlib.load(tmp_path / "net.pb.gz", device="cpu")), games(40, 80)
+    boards += [chess.Board(fen) for fen in PROMOTIONS]
+    options: dict[str, Any] = {"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True}
+    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={tmp_path / 'net.pb.gz'}", "--backend=blas"]) as engine:
+        engine.configure(options)
+        for board, ours in zip(boards, net.evaluate_boards(boards), strict=True):
+            shares, value, wdl = asked(engine, board)
+            assert shares.keys() == ours.moves.keys()
+            assert max(abs(shares[move] - ours.moves[move]) for move in shares) < 1e-3, board.fen()
+            assert value == pytest.approx(ours.value, abs=1e-3)
+            assert ours.wdl is None or wdl == pytest.approx(ours.wdl, abs=6e-3), "Lc0 rescales what it prints"
+
+
+@pytest.mark.soak
+def test_lc0_plays_games_with_it(lc0: str, trained: Net, tmp_path: Path) -> None:
+    """Against random moves, to the end."""
+    trained.save_lc0(tmp_path / "net.pb.gz")
+    rng, points = random.Random(1), 0.0
+    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={tmp_path / 'net.pb.gz'}", "--backend=eigen"]) as engine:
+        for number in range(20):
+            board = chess.Board()
+            while not board.is_game_over(claim_draw=True):
+                ours = board.turn == (number % 2 == 0)
+                played = engine.play(board, chess.engine.Limit(nodes=50), game=number).move if ours else None
+                board.push(played or rng.choice(list(board.legal_moves)))
+            winner = board.outcome(claim_draw=True).winner  # type: ignore[union-attr]
+            points += 0.5 if winner is None else float(winner == (number % 2 == 0))
+    assert points > 10
