@@ -112,6 +112,16 @@ def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: froze
         assert (plain.predict(batch, heads)[name] == array).all(), "not the same bits twice"
 
 
+@pytest.mark.parametrize("rows", [1, 9, 37])
+def test_threads_that_share_a_batch_say_the_same(rows: int) -> None:
+    plain, batch, before = random_net(), packed(random_net(), rows), torch.get_num_threads()
+    shared = Net(plain.model, plain.task, plain.runtime, Serving((8,), False, False)).with_threads(3)
+    for name, array in plain.predict(batch).items():
+        np.testing.assert_allclose(shared.predict(batch)[name], array, atol=1e-6)
+        assert (shared.predict(batch)[name] == shared.predict(batch)[name]).all(), "not the same bits twice"
+    assert torch.get_num_threads() == before, "the threads of a training beside it"
+
+
 @pytest.mark.parametrize(("error", "good"), [(RuntimeError, 0), (RuntimeError, 1), (torch.OutOfMemoryError, 0)])
 def test_a_compiler_that_fails_is_left_out_but_not_blamed_for_what_fails_later_or_for_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError], good: int

@@ -1,8 +1,12 @@
 """A network in evaluation mode, for searches, matches and figures of any game."""
 
+import copy
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -16,6 +20,8 @@ from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64
 """Compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled."""
+MIN_PART_ROWS, MAX_PARTS = 4, 4
+"""Of a batch that is evaluated in parts: fewer rows gain nothing, and more threads wait for Python's lock."""
 
 
 class GameTask(Protocol):
@@ -44,6 +50,8 @@ class Network:
         self.task, self.runtime, self.serving = task, runtime, serving or runtimes.serving(runtime.device)
         self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
         self._tried: set[int] = set()  # batch sizes already compiled
+        self._parts = 1  # of a batch, evaluated at once by threads of the pool
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def training(self) -> bool:
@@ -55,12 +63,30 @@ class Network:
         """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
 
+    def with_threads(self, threads: int) -> Self:
+        """The same network (it shares the weights) with so many CPU threads for its evaluations.
+
+        Up to MAX_PARTS threads take a part of each batch, so they wait for each other once a batch: torch's own do so
+        in every operation, which is many times slower if another program holds a core. Where the network cannot be
+        split (a GPU, a compiled one, one thread) torch's number of threads is set.
+        """
+        other = copy.copy(self)
+        other._parts = min(threads, MAX_PARTS) if self.runtime.device == "cpu" and not self.serving.fill else 1
+        if other._parts > 1:
+            each = threads // other._parts
+            other._pool = ThreadPoolExecutor(other._parts, "network", torch.set_num_threads, (each,))
+        else:
+            other._pool = None
+            replace(self.runtime, threads=threads).apply()
+        return other
+
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` on a batch of `inputs` (one row or more); results on the host in fp32."""
         assert not self.training, "the network must be in eval mode"
         count, most = len(batch["policy_index"]), self.serving.sizes[-1]
-        starts = range(0, count, most)
-        parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
+        size = min(most, -(-count // max(1, min(self._parts, count // MIN_PART_ROWS))))
+        cuts = [{n: a[i : i + size] for n, a in batch.items()} for i in range(0, count, size)]
+        parts = list((self._pool.map if self._pool else map)(partial(self._part, heads=heads), cuts))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
