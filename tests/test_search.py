@@ -275,19 +275,19 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
 
 
 def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
-    """A leaf for every 16 visits from `leaves` to `most_leaves`, at most: a collision ends a batch early."""
+    """A leaf for every 64 visits from `leaves` to `most_leaves`, at most: a collision ends a batch early."""
     sizes = list[int]()
 
     def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
         sizes.append(len(states))
         return uniform(states, moves, offsets)
 
-    (alone,) = Search(ChessGame(), evaluate, SearchOptions(leaves=2, most_leaves=8)).run(300)
+    (alone,) = Search(ChessGame(), evaluate, SearchOptions(leaves=2, most_leaves=8)).run(600)
     visits = np.cumsum(sizes) - sizes
-    assert (np.array(sizes) <= np.clip(visits // 16, 2, 8)).all()
+    assert (np.array(sizes) <= np.clip(visits // 64, 2, 8)).all()
     assert sizes[:2] == [1, 2]
-    assert (max(sizes), sum(sizes)) == (8, 301)
-    both = Search(ChessGame(), uniform, SearchOptions(leaves=2, most_leaves=8), trees=2).run([300, 90])
+    assert (max(sizes), sum(sizes)) == (8, 601)
+    both = Search(ChessGame(), uniform, SearchOptions(leaves=2, most_leaves=8), trees=2).run([600, 90])
     assert equal(both[0], alone)
 
 

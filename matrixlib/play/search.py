@@ -68,7 +68,7 @@ class SearchOptions(Section):
     """
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
-    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 16 visits of its tree")
+    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 64 visits of its tree")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
     pb_c_base: Positive = option(19652.0, "visits at which exploration starts to grow")
     fpu_reduction: Real = option(

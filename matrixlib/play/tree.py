@@ -23,7 +23,7 @@ U64 = NDArray[np.uint64]
 Int: TypeAlias = Any  # a scalar inside a kernel
 
 FAR = 10_000  # distance of a proven end at unknown depth
-VISITS_PER_LEAF = 16  # visits of a tree for each leaf of a growing batch
+VISITS_PER_LEAF = 64  # visits of a tree for each leaf of a growing batch
 
 
 class Pool(NamedTuple):
