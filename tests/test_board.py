@@ -106,14 +106,15 @@ def test_a_time_a_move_is_kept_and_the_simulations_are_counted(net: Any, monkeyp
     """The clock is the test's own: a batch takes a tenth of a second."""
     now = [0.0]
     game = Session(net, simulations=0, seconds=2.0)
-    predict = net.predict
+    searched = game.game_search.net
+    predict = searched.predict
 
     def slow(*arguments: Any) -> Any:
         now[0] += 0.1
         return predict(*arguments)
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(net, "predict", slow)
+    monkeypatch.setattr(searched, "predict", slow)
     thought = game.think()
     assert 2.0 <= now[0] < 2.3
     assert thought is not None

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: froze
         assert array.dtype == outputs[name].dtype == np.float32
         np.testing.assert_allclose(outputs[name], array, atol=1e-5)
         assert (plain.predict(batch, heads)[name] == array).all(), "not the same bits twice"
+
+
+@pytest.mark.parametrize("rows", [1, 9, 37])
+def test_threads_that_share_a_batch_say_the_same(rows: int) -> None:
+    plain, batch, before = random_net(), packed(random_net(), rows), torch.get_num_threads()
+    torch.set_num_threads(5)
+    shared = Net(plain.model, plain.task, plain.runtime, Serving((8,), False, False)).with_threads(3)
+    for name, array in plain.predict(batch).items():
+        np.testing.assert_allclose(shared.predict(batch)[name], array, atol=1e-6)
+        assert (shared.predict(batch)[name] == shared.predict(batch)[name]).all(), "not the same bits twice"
+    with ThreadPoolExecutor() as other:
+        found = torch.get_num_threads(), other.submit(torch.get_num_threads).result()
+    torch.set_num_threads(before)
+    assert found == (5, 5), "the threads of a training beside it"
 
 
 @pytest.mark.parametrize(("error", "good"), [(RuntimeError, 0), (RuntimeError, 1), (torch.OutOfMemoryError, 0)])

@@ -274,6 +274,23 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
     consistent(tree)
 
 
+def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
+    """A leaf for every 64 visits from `leaves` to `most_leaves`, at most: a collision ends a batch early."""
+    sizes = list[int]()
+
+    def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        sizes.append(len(states))
+        return uniform(states, moves, offsets)
+
+    (alone,) = Search(ChessGame(), evaluate, SearchOptions(leaves=2, most_leaves=8)).run(600)
+    visits = np.cumsum(sizes) - sizes
+    assert (np.array(sizes) <= np.clip(visits // 64, 2, 8)).all()
+    assert sizes[:2] == [1, 2]
+    assert (max(sizes), sum(sizes)) == (8, 601)
+    both = Search(ChessGame(), uniform, SearchOptions(leaves=2, most_leaves=8), trees=2).run([600, 90])
+    assert equal(both[0], alone)
+
+
 def equal(a: SearchResult, b: SearchResult) -> bool:
     return all(np.array_equal(getattr(a, f.name), getattr(b, f.name), equal_nan=True) for f in fields(SearchResult))
 

@@ -1,8 +1,13 @@
 """A network in evaluation mode, for searches, matches and figures of any game."""
 
+import copy
+import threading
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -16,6 +21,8 @@ from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64
 """Compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled."""
+MIN_PART_ROWS, MAX_PARTS = 4, 4
+"""Of a batch that is evaluated in parts: fewer rows gain nothing, and more threads wait for Python's lock."""
 
 
 class GameTask(Protocol):
@@ -43,26 +50,46 @@ class Network:
         self, model: nn.Module, task: GameTask, runtime: runtimes.Runtime, serving: runtimes.Serving | None = None
     ) -> None:
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
+        self._modules = list(self.model.modules())  # walking them anew takes a tenth of a position's time
         self.task, self.runtime, self.serving = task, runtime, serving or runtimes.serving(runtime.device)
         self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
         self._tried: set[int] = set()  # batch sizes already compiled
+        self._parts = 1  # of a batch, evaluated at once by threads of the pool
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def training(self) -> bool:
         """Whether any module is in training mode."""
-        return any(module.training for module in self.model.modules())
+        return any(module.training for module in self._modules)
 
     @property
     def parameters(self) -> int:
         """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
 
+    def with_threads(self, threads: int) -> Self:
+        """The same network (it shares the weights) with so many CPU threads for its evaluations.
+
+        Up to MAX_PARTS threads take a part of each batch, so they wait for each other once a batch: torch's own do so
+        in every operation, which is many times slower if another program holds a core. Where the network cannot be
+        split (a GPU, a compiled one, one thread) torch's number of threads is set.
+        """
+        other = copy.copy(self)
+        other._parts = min(threads, MAX_PARTS) if self.runtime.device == "cpu" and not self.serving.fill else 1
+        if other._parts > 1:
+            other._pool = _pool(other._parts, threads // other._parts)
+        else:
+            other._pool = None
+            replace(self.runtime, threads=threads).apply()
+        return other
+
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` on a batch of `inputs` (one row or more); results on the host in fp32."""
         assert not self.training, "the network must be in eval mode"
         count, most = len(batch["policy_index"]), self.serving.sizes[-1]
-        starts = range(0, count, most)
-        parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
+        size = min(most, -(-count // max(1, min(self._parts, count // MIN_PART_ROWS))))
+        cuts = [{n: a[i : i + size] for n, a in batch.items()} for i in range(0, count, size)]
+        parts = list((self._pool.map if self._pool else map)(partial(self._part, heads=heads), cuts))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
@@ -106,3 +133,19 @@ class Network:
         warnings.warn(f"torch.compile failed, continuing without it: {reason}", RuntimeWarning, stacklevel=2)
         self._compiled = None
         return self.task.predict(self.model, tensors, heads)
+
+
+def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
+    """Workers with so many of torch's threads each, while all other threads keep theirs: torch sets a number for the
+    caller and for every thread that has not asked for it yet."""
+    before, started = torch.get_num_threads(), threading.Barrier(workers)
+
+    def start() -> None:
+        torch.set_num_threads(threads)
+        torch.get_num_threads()
+        started.wait()
+
+    pool = ThreadPoolExecutor(workers, "network", start)
+    list(pool.map(lambda _: None, range(workers)))
+    torch.set_num_threads(before)
+    return pool

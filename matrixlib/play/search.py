@@ -68,6 +68,7 @@ class SearchOptions(Section):
     """
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
+    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 64 visits of its tree")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
     pb_c_base: Positive = option(19652.0, "visits at which exploration starts to grow")
     fpu_reduction: Real = option(
@@ -208,13 +209,14 @@ class Search:
         for i, tree in enumerate(rows):
             self._prepare(i, int(tree), priors[i], int(budget[i]), bool(noisy[i]), logits, base, schedule)
         done = np.zeros(len(rows), np.int64)
-        out = np.zeros((len(rows) * o.leaves, 3), np.int32)
+        out = np.zeros((len(rows) * max(o.leaves, o.most_leaves), 3), np.int32)
         explore = (o.pb_c_init, o.pb_c_base, o.fpu_reduction, o.virtual_loss)
         scale = (o.maxvisit_init, o.value_scale)
         gumbel = (scale, schedule, logits, base)
+        leaves = o.leaves, o.most_leaves
         try:
             while until is None or not until():
-                n = kernels.simulate(self.pool, rows, self._roots, budget, done, o.leaves, explore, *gumbel, out)
+                n = kernels.simulate(self.pool, rows, self._roots, budget, done, leaves, explore, *gumbel, out)
                 if n == 0:
                     break
                 self._visit(out[:n])
@@ -352,17 +354,12 @@ class Search:
 
     def _before(self, leaf: I32) -> Past:
         """History of leaves: nodes on the path from the root, then the game's."""
-        game = self._past.states[leaf[:, 2]]
-        states, depth = game.copy(), game.shape[1]
-        node, ways = leaf[:, 1].copy(), np.zeros(len(leaf), np.int64)
-        for ply in range(depth):
-            inside = node >= 0
-            states[inside, ply] = self._node_states[node[inside]]
-            outside = np.flatnonzero(~inside)
-            states[outside, ply] = game[outside, ply - ways[outside]]
-            ways += inside
-            node[inside] = self.pool.parent[node[inside]]
-        return Past(states, np.minimum(ways + self._past.known[leaf[:, 2]], depth))
+        depth, tree = self._past.states.shape[1], leaf[:, 2]
+        node = kernels.ancestors(self.pool, leaf, depth)
+        ways, states = (node >= 0).sum(1), self._node_states[node]
+        row, ply = np.nonzero(node < 0)
+        states[row, ply] = self._past.states[tree[row], ply - ways[row]]
+        return Past(states, np.minimum(ways + self._past.known[tree], depth))
 
     def _reserve(self, nodes: int, edges: int) -> None:
         p = self.pool

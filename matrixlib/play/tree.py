@@ -23,6 +23,7 @@ U64 = NDArray[np.uint64]
 Int: TypeAlias = Any  # a scalar inside a kernel
 
 FAR = 10_000  # distance of a proven end at unknown depth
+VISITS_PER_LEAF = 64  # visits of a tree for each leaf of a growing batch
 
 
 class Pool(NamedTuple):
@@ -151,7 +152,7 @@ def simulate(
     roots: I32,
     budget: I64,
     done: I64,
-    leaves: Int,
+    leaves: tuple[int, int],
     weights: tuple[float, float, float, float],
     sigma: tuple[float, float],
     schedule: I32,
@@ -161,8 +162,9 @@ def simulate(
 ) -> Int:
     """Select leaves in each tree; writes (edge, node, tree) to out (L, 3), returns their number.
 
-    Visits that end at a proven edge finish here. schedule (trees, simulations): required visit count of the root move
-    to try, for Gumbel; no columns for PUCT.
+    leaves: fewest and most of a tree; between them one for every VISITS_PER_LEAF visits. Visits that end at a proven
+    edge finish here. schedule (trees, simulations): required visit count of the root move to try, for Gumbel; no
+    columns for PUCT.
     """
     pb_c_init, pb_c_base, fpu_reduction, loss = weights
     scores = np.empty(logits.shape[1], np.float64)
@@ -170,7 +172,8 @@ def simulate(
     for i in range(len(trees)):
         t = trees[i]
         waiting, round_visits = 0, 0
-        while done[i] < budget[i] and waiting < leaves and p.low[t] != p.high[t]:
+        room = max(leaves[0], min(leaves[1], p.visits[t] // VISITS_PER_LEAF))
+        while done[i] < budget[i] and waiting < room and p.low[t] != p.high[t]:
             node = roots[t]
             p.pending[t] += 1
             if schedule.shape[1] > 0:
@@ -262,6 +265,18 @@ def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
             node = p.parent[node]
         for k in range(plies[tree]):
             out[i] += history[tree, k] == key
+    return out
+
+
+@kernel
+def ancestors(p: Pool, leaf: I32, depth: Int) -> I32:
+    """The nodes (L, depth) before each leaf, nearest first, -1 before the root."""
+    out = np.full((len(leaf), depth), -1, np.int32)
+    for i in range(len(leaf)):
+        node, ply = leaf[i, 1], 0
+        while node >= 0 and ply < depth:
+            out[i, ply] = node
+            node, ply = p.parent[node], ply + 1
     return out
 
 

@@ -78,7 +78,7 @@ class Session:
             task = net.task.config.task
             raise ValueError(f"'{name}' is a network of {task}, not of chess: give a chess run")
         self.net, self.name = net, name
-        self.game_search = GameSearch(net)
+        self.game_search = GameSearch(net.with_threads(net.runtime.threads))
         self.pages: list[Show] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()

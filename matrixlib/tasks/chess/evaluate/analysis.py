@@ -10,7 +10,7 @@ import chess
 import chess.pgn
 
 from matrixlib.data.loader import Loader
-from matrixlib.play.search import Evaluator, Search
+from matrixlib.play.search import Evaluator, Search, SearchOptions
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.game import ChessGame, check_not_over
@@ -28,7 +28,7 @@ def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
     claim = board.is_repetition(3) and not board.is_fivefold_repetition()
     state = from_boards([board], repetition=1) if claim else from_boards([board])
     check_not_over(game, state)
-    search = Search(game, Evaluator(net))
+    search = Search(game, Evaluator(net.with_threads(net.runtime.threads)), SearchOptions(most_leaves=64))
     history = None if claim else game.key(reversible_history(board))
     search.reset(0, state, history, past=positions_before(board, net.task.history))
     (result,) = search.run(simulations)

@@ -123,7 +123,7 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
 
 def searcher(net: Net, simulations: int) -> Solver:
     """Solver that plays the best move of a search. ValueError for a position in which the game is drawn by rule."""
-    play = network_player(net, simulations)
+    play = network_player(net.with_threads(net.runtime.threads), simulations)
     at_once = max(1, min(256, MAX_SIMULATIONS // max(simulations, 1)))
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -153,7 +152,7 @@ class Engine:
                 if option == "SyzygyPath":
                     self._tables = open_tablebases(str(value)) if value else None
                 self.options[option] = value
-                if option in ("SyzygyPath", "Batch", "Threads"):
+                if option in ("SyzygyPath", "Batch", "MaxBatch", "Threads"):
                     self.game_search = None
             case ["ucinewgame", *_]:
                 if self.game_search is not None:
@@ -180,9 +179,9 @@ class Engine:
             self.net = self.load()
         if self.game_search is None:
             men = max((len(name) - 1 for name in self._tables.wdl), default=0) if self._tables else 0
-            replace(self.net.runtime, threads=self._integer("Threads")).apply()
-            options = SearchOptions(leaves=self._integer("Batch"))
-            self.game_search = GameSearch(self.net, ChessGame(self._tables, men), options)
+            net = self.net.with_threads(self._integer("Threads") or self.net.runtime.threads)
+            options = SearchOptions(leaves=self._integer("Batch"), most_leaves=self._integer("MaxBatch"))
+            self.game_search = GameSearch(net, ChessGame(self._tables, men), options)
             self.game_search.search.run(2 * options.leaves)
             self.game_search.search.trim()
         return self.game_search

@@ -23,6 +23,7 @@ from matrixlib.tasks.chess.uci import protocol
 if TYPE_CHECKING:
     from matrixlib.tasks.chess.evaluate.net import Net
 
+GROWING_BATCH = SearchOptions(most_leaves=64)
 REPORT_SECONDS = 1.0  # maximum time between two results of a search
 
 
@@ -31,7 +32,7 @@ class GameSearch:
 
     def __init__(self, net: Net, game: ChessGame | None = None, options: SearchOptions | None = None) -> None:
         self.net = net
-        self.search = Search(game or ChessGame(), Evaluator(net), options or SearchOptions())
+        self.search = Search(game or ChessGame(), Evaluator(net), options or GROWING_BATCH)
         self.game_line: tuple[str, list[chess.Move]] | None = None  # start FEN and moves of the tree's game
 
     def set_position(self, board: chess.Board, only: Sequence[chess.Move] = ()) -> bool:

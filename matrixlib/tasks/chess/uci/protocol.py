@@ -43,7 +43,7 @@ class Option:
 
 OPTIONS = (
     Option("Simulations", 0, (0, 10**9)),  # per move; 0: as the clock allows
-    Option("Threads", 1, (1, 1024)),  # per forward pass on the CPU; more are far slower on a busy machine
+    Option("Threads", 0, (0, 1024)),  # of the network; 0: as many as this machine has cores for it
     Option("MultiPV", 1, (1, 218)),
     Option("UCI_ShowWDL", "false"),
     Option("VerboseMoveStats", "false"),  # a line per move after a search, as in Lc0
@@ -51,6 +51,7 @@ OPTIONS = (
     Option("SyzygyPath", ""),
     Option("Move Overhead", 100, (0, 60_000)),  # milliseconds per move
     Option("Batch", 8, (1, 1024)),  # leaves per batch; more is faster on a GPU but weaker per node
+    Option("MaxBatch", 64, (1, 1024)),  # as the tree grows; at most Batch: always Batch
     Option("Hash", 1024, (16, 1 << 20)),  # MiB for the tree
 )
 
