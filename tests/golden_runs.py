@@ -70,7 +70,8 @@ def run_all(updates: int) -> None:
         for _ in itertools.islice(run.train(), updates if updates < UPDATES else None):  # the whole one with its end
             pass
         run.close()
-    for _ in cycles.open_cycle("demo", "cpu", "cycle", {"network": SETTINGS}).train():
+    played_out = {"adjudicate_plies": 0, "material": 0.0}  # as when the golden runs were recorded
+    for _ in cycles.open_cycle("demo", "cpu", "cycle", {"network": SETTINGS, "selfplay": played_out}).train():
         pass
 
 
