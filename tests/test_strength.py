@@ -2,7 +2,12 @@
 
 import contextlib
 import itertools
+import os
+import re
+import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +16,7 @@ import numpy as np
 import pytest
 from networks import MATRIX0, material_net, random_net
 from positions import hard_positions, random_positions
+from test_stockfish import fake_engine
 
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Evaluator
@@ -18,6 +24,7 @@ from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index, to_board
+from matrixlib.tasks.chess.stockfish.client import EngineError
 from matrixlib.tasks.chess.uci.protocol import read_position
 
 GAME = ChessGame()
@@ -79,7 +86,7 @@ def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
         return next(iter(read_position(position).legal_moves)).uci()
 
     engine: Any = SimpleNamespace(new_game=lambda: asked.append("new"), best_move=best_move)
-    player = engine_player(engine, 50)
+    player = engine_player(engine, "nodes 50")
     match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=4)
     told = [read_position(text) for text in asked if text != "new"]
     assert [len(board.move_stack) for board in told] == [0, 1, 2, 3]
@@ -117,3 +124,81 @@ def test_stockfish_is_met_at_its_elo_and_in_a_tournament_everybody_meets_once(mo
                 if game.players[not board.turn] == name:
                     assert move.uci() == sorted(one.uci() for one in board.legal_moves)[place]
                 board.push(move)
+
+
+FIRST_MOVE = """
+import chess
+board = chess.Board()
+for line in sys.stdin:
+    word, *rest = line.split()
+    if word == "uci":
+        print("id name First 1\\noption name Hash type spin default 16 min 1 max 64")
+        print("option name Style type combo default Risky var Solid var Risky\\nuciok", flush=True)
+    elif word == "isready": print("readyok", flush=True)
+    elif word == "position":
+        fen, _, moves = line.strip().removeprefix("position fen ").partition(" moves ")
+        board = chess.Board(fen)
+        for move in moves.split(): board.push_uci(move)
+    elif word == "go":
+        assert rest == ["depth", "3"]
+        {answer}
+        print("bestmove", min(move.uci() for move in board.legal_moves), flush=True)
+"""
+
+
+def test_any_engine_plays_with_its_limit_and_options(tmp_path: Path) -> None:
+    engine = fake_engine(tmp_path, FIRST_MOVE.replace("{answer}", ""))
+    texts = [f"{engine} depth=3 Hash=8 Style=Solid", f"'{engine}' depth=3"]
+    options: dict[str, Any] = {"games": 2, "plies": 6, "engines": texts, "tournament": True}
+    matches = dict(strength.gauntlet(material_net(), [2], **options))
+    ours, theirs = "First 1 depth 3", "First 1 depth 3 (2)"
+    game = matches[ours, theirs].games[0]
+    board = to_board(game.start)
+    for index in game.moves:
+        move = move_from_index(index, board)
+        assert move.uci() == min(one.uci() for one in board.legal_moves)
+        board.push(move)
+    for change in ("Hash=99", "Hash=big", "Style=Wild", "Contempt=3"):
+        with pytest.raises(EngineError, match=f"First 1 refuses {change.replace('=', ' ')}"):
+            strength.check_engines([f"{engine} depth=3 {change}"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fruit", "nodes=5", "fruit nodes=0", "fruit nodes=5 depth=3", "fruit nodes=5 Hash", "'"]
+)
+def test_an_engine_that_is_not_said_how_to_run_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"engine {text!r}: ")):
+        strength.check_engines([text])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("print('bestmove e1e5', flush=True); continue", "First 1 answers 'e1e5' in `fen .*: "),
+        ("sys.exit(4)", "no `bestmove` from First 1 in `position fen .*: exit status 4"),
+    ],
+)
+def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Path, answer: str, message: str) -> None:
+    engine = fake_engine(tmp_path, FIRST_MOVE.replace("{answer}", answer))
+    with pytest.raises(EngineError, match=message):
+        dict(strength.gauntlet(material_net(), [1], games=2, plies=6, engines=[f"{engine} depth=3"]))
+    with pytest.raises(EngineError, match=r"/absent cannot be started"):
+        strength.check_engines([f"{tmp_path}/absent depth=3"])
+
+
+@pytest.mark.parametrize("name", ["matrixlib-uci", "stockfish", "lc0", "gnuchess", "glaurung", "toga2"])
+def test_real_engines_play(name: str) -> None:
+    lc0 = os.environ.get("MATRIXLIB_LC0") or shutil.which("lc0")
+    maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
+    program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/games")
+    found = {
+        "matrixlib-uci": f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=2",
+        "lc0": f"{lc0} --weights={maia} nodes=1" if lc0 and maia.exists() else "",
+        "gnuchess": f"{program} --uci depth=1" if program else "",
+        **{name: f"{program} depth=2" for name in ("glaurung", "toga2") if program},  # of nodes they know little
+    }
+    if not (text := found.get(name, f"{program} nodes=20" if program else "")):
+        pytest.skip(f"{name} is not installed")
+    matches = dict(strength.gauntlet(material_net(), [1], games=2, plies=6, engines=[text]))
+    ((_, theirs),) = [names for names in matches if names[1] not in ("random", "best capture")]
+    assert all(len(game.moves) == 6 for game in matches["network 1", theirs].games)

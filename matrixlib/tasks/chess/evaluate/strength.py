@@ -17,7 +17,7 @@ from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import captured_value, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.spec import TASK, load
-from matrixlib.tasks.chess.stockfish.client import Stockfish
+from matrixlib.tasks.chess.stockfish.client import Engine, EngineError, Stockfish, read_setup
 from matrixlib.tasks.chess.uci.protocol import legal_move
 
 Names: TypeAlias = tuple[str, str]
@@ -48,9 +48,24 @@ def capture_player(seed: int) -> Player:
     return play
 
 
-def engine_player(engine: Stockfish, nodes: int) -> Player:
-    """Player of a UCI engine with a fixed number of nodes per move, as clocks are unreliable on a shared machine. The
-    engine gets the game so far, for repetitions, with an empty hash."""
+def open_engine(text: str) -> tuple[Engine, str]:
+    """A UCI engine (see `client.read_setup`) with one thread and a small hash, unless its options say otherwise, and
+    its limit. ValueError; EngineError."""
+    setup = read_setup(text)
+    kind, amount = setup.limit.split()
+    timeout = 60 + (int(amount) / 1000 if kind == "movetime" else 0)
+    return Engine(setup.command, {"Threads": 1, "Hash": HASH_MB}, setup.options, timeout), setup.limit
+
+
+def check_engines(texts: Sequence[str]) -> None:
+    """Start and end every engine; errors of `open_engine`."""
+    for text in texts:
+        open_engine(text)[0].close()
+
+
+def engine_player(engine: Engine, limit: str) -> Player:
+    """Player of a UCI engine; limit: of `go`. The engine gets the game so far, for repetitions, with an empty hash, as
+    it plays many games at a time. EngineError for an illegal move."""
 
     def play(turn: Turn) -> Choice:
         answers = []
@@ -59,10 +74,14 @@ def engine_player(engine: Stockfish, nodes: int) -> Player:
             start = board.fen()
             for index in moves:
                 board.push(move_from_index(index, board))
-            position = f"fen {start} moves {' '.join(move.uci() for move in board.move_stack)}"
+            position = " ".join([f"fen {start}", "moves", *(move.uci() for move in board.move_stack)])
+            position = position.removesuffix(" moves")
             engine.new_game()
-            move = legal_move(board, engine.best_move(position, f"nodes {nodes}"))
-            answers.append(policy_index(move, board.turn))
+            answer = engine.best_move(position, limit)
+            try:
+                answers.append(policy_index(legal_move(board, answer), board.turn))
+            except ValueError as error:
+                raise EngineError(f"{engine.name} answers '{answer}' in `{position}`: {error}") from error
         return Choice(np.array(answers, np.int32))
 
     return play
@@ -95,23 +114,29 @@ def gauntlet(
     opponents: Mapping[str, Net] | None = None,
     tournament: bool = False,
     openings: Openings | None = None,
+    engines: Sequence[str] = (),
 ) -> Iterator[tuple[Names, Match]]:
     """Play matches of `games` games (two per opening); yields the players' names and the match.
 
-    The network at each number of simulations plays a random player, the best capture, Stockfish at each UCI_Elo, itself
-    at the next smaller number, and each of `opponents` at the same number. tournament: all other pairs play too.
-    openings: those of `match_openings`, default random ones.
-    EngineError without Stockfish and for an Elo outside its range.
+    The network at each number of simulations plays a random player, the best capture, Stockfish at each UCI_Elo, each
+    of `engines` (see `open_engine`), itself at the next smaller number, and each of `opponents` at the same number.
+    tournament: all other pairs play too. openings: those of `match_openings`, default random ones.
+    EngineError without Stockfish, for an Elo outside its range, and for engines that fail.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
     starts = openings or match_openings(OpeningOptions(), games, seed)
-    with ExitStack() as engines:
+    with ExitStack() as running:
         others: dict[str, Player] = {"random": random_player(game, seed), "best capture": capture_player(seed)}
         for elo in engine_elo:
             options = {"UCI_LimitStrength": True, "UCI_Elo": elo}
-            engine = engines.enter_context(Stockfish(hash_mb=HASH_MB, options=options))
-            others[f"Stockfish {elo}"] = engine_player(engine, engine_nodes)
+            stockfish = running.enter_context(Stockfish(hash_mb=HASH_MB, options=options))
+            others[f"Stockfish {elo}"] = engine_player(stockfish, f"nodes {engine_nodes}")
+        for number, text in enumerate(engines, 1):
+            engine, limit = open_engine(text)
+            running.enter_context(engine)
+            name = f"{engine.name} {limit}"
+            others[name if name not in others else f"{name} ({number})"] = engine_player(engine, limit)
         meetings = [(one, other) for one in networks for other in others]
         meetings += [(more, fewer) for fewer, more in pairwise(networks)]
         pairs = [(count, name) for count in sorted(set(simulations)) for name in opponents or {}]

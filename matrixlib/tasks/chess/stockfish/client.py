@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 MATE = 32000  # a mate in k moves is the score sign * (MATE - k)
 CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
+_LIMIT = re.compile(r"(nodes|depth|movetime)=([1-9]\d*)")
 _OPTION = re.compile(r"option name (.+?) type (.*)")
 _LINE = re.compile(
     r"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
@@ -73,36 +75,75 @@ def parse_info(lines: list[str]) -> list[Line]:
 
 
 def nearest_value(announced: str, value: Option) -> Option:
-    """Clip a value to the range announced as "spin default 1 min 1 max 256"; engines ignore others."""
+    """Clip a number to the range announced as "spin default 1 min 1 max 256"; engines ignore others."""
     bounds = re.search(r"^spin .*min (-?\d+) max (-?\d+)", announced)
-    return max(int(bounds[1]), min(int(bounds[2]), int(value))) if bounds else value
+    whole = bounds is not None and isinstance(value, int)
+    return max(int(bounds[1]), min(int(bounds[2]), value)) if bounds and whole else value
 
 
-class Stockfish:
-    """A Stockfish process with one thread, a small hash and win-draw-loss; a context manager.
+def takes(announced: str, value: Option) -> bool:
+    """Whether a value is of the announced kind and range."""
+    kind, text = announced.partition(" ")[0], str(value).lower() if isinstance(value, bool) else str(value)
+    if kind == "spin":
+        return isinstance(value, int) and nearest_value(announced, value) == value
+    if kind == "combo":
+        return f" var {text} " in f"{announced} "
+    return kind == "string" or (kind == "check" and text in ("true", "false"))
 
-    path: see `find_stockfish`; a `.js` file runs in `node`. timeout: seconds per answer. options: UCI options, e.g.
-    {"UCI_LimitStrength": True, "UCI_Elo": 1350}; EngineError for one that the engine does not accept.
+
+class EngineSetup(NamedTuple):
+    """How an engine is run: program and arguments, what `go` is told at each move, UCI options."""
+
+    command: tuple[str, ...]
+    limit: str
+    options: dict[str, Option]
+
+
+def read_setup(text: str) -> EngineSetup:
+    """`program [argument ...] nodes=500 [Name=value ...]` with `depth=8` or `movetime=100` (ms) in place of nodes;
+    words with spaces in quotes, as in a shell. ValueError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"engine {text!r}: {error}") from error
+    (at, *more) = [i for i, word in enumerate(words) if _LIMIT.fullmatch(word)] or [0]
+    options = [word.partition("=") for word in words[at + 1 :]]
+    if not at or more or not all(name and equals for name, equals, _ in options):
+        raise ValueError(
+            f"engine {text!r}: give a program and its arguments, one limit of a move (nodes=500, depth=8, or "
+            "movetime=100 in milliseconds), then UCI options (Hash=16)"
+        )
+    values = {name: int(value) if re.fullmatch(r"-?\d+", value) else value for name, _, value in options}
+    return EngineSetup(tuple(words[:at]), words[at].replace("=", " "), values)
+
+
+class Engine:
+    """The process of a UCI engine; a context manager.
+
+    command: program and arguments; a `.js` file runs in `node`. timeout: seconds per answer. own: UCI options for
+    engines that have them, clipped to their range; options: others that it must take, else EngineError.
     """
+
+    needs: ClassVar[Mapping[str, str]] = {}
+    """Options that it must have, and what to do without."""
 
     def __init__(
         self,
-        path: str | Path | None = None,
-        hash_mb: int = 1,
-        timeout: float = 60.0,
+        command: Sequence[str],
+        own: Mapping[str, Option],
         options: Mapping[str, Option] | None = None,
+        timeout: float = 60.0,
     ) -> None:
-        self.path, self.timeout = find_stockfish(path), timeout
-        self.name = self.path.name
+        self.timeout, self.name = timeout, Path(command[0]).name
         self.announced: dict[str, str] = {}  # option -> "spin default 1 min 1 max 256"
-        command = [*(["node"] if self.path.suffix == ".js" else []), str(self.path)]
+        command = [*(["node"] if Path(command[0]).suffix == ".js" else []), *command]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
         except OSError as error:
             raise EngineError(f"{' '.join(command)} cannot be started: {error}") from error
         try:
-            self._greet({"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True}, options or {})
+            self._greet(own, options or {})
         except BaseException:
             self.close()
             raise
@@ -111,19 +152,22 @@ class Stockfish:
         try:
             lines = self._ask("uci", "uciok", min(self.timeout, 10.0))
         except EngineError as error:
-            raise EngineError(f"{self.path} does not speak UCI: {error}") from error
+            raise EngineError(f"{self.name} does not speak UCI: {error}") from error
         self.name = next((line[8:].strip() for line in lines if line.startswith("id name ")), self.name)
         self.announced = {match[1]: match[2] for match in filter(None, map(_OPTION.match, lines))}
-        if "UCI_ShowWDL" not in self.announced:
-            raise EngineError(f"{self.name} has no option UCI_ShowWDL: use Stockfish 12 or newer")
+        for name, advice in self.needs.items():
+            if name not in self.announced:
+                raise EngineError(f"{self.name} has no option {name}: {advice}")
+        for name, value in asked.items():
+            announced = self.announced.get(name, "no such option")
+            if not takes(announced, value):
+                raise EngineError(f"{self.name} refuses {name} {value}: it has {announced}")
         commands = []
         for name, value in {**own, **asked}.items():
-            announced = self.announced.get(name, "no such option")
-            taken = nearest_value(announced, value)
-            if name in asked and (name not in self.announced or taken != value):
-                raise EngineError(f"{self.name} refuses {name} {value}: it has {announced}")
-            text = str(taken).lower() if isinstance(taken, bool) else taken
-            commands.append(f"setoption name {name} value {text}\n")
+            if name in self.announced:
+                taken = nearest_value(self.announced[name], value)
+                text = str(taken).lower() if isinstance(taken, bool) else taken
+                commands.append(f"setoption name {name} value {text}\n")
         self._ask(f"{''.join(commands)}isready", "readyok")
 
     def _ask(self, text: str, word: str, timeout: float | None = None) -> list[str]:
@@ -150,7 +194,8 @@ class Stockfish:
             timer.cancel()
         if time.monotonic() - begun >= timeout:
             why = f"it gave no answer within {timeout:g} s and was stopped"
-        raise EngineError(f"no `{word}` from {self.name}: {why}")
+        at = next((f" in `{line}`" for line in text.splitlines() if line.startswith("position ")), "")
+        raise EngineError(f"no `{word}` from {self.name}{at}: {why}")
 
     def new_game(self) -> None:
         """Clear hash and history, so that the next search depends only on position and limit."""
@@ -181,8 +226,27 @@ class Stockfish:
         with contextlib.suppress(BrokenPipeError):  # unsent bytes to an ended process
             self._process.communicate()
 
-    def __enter__(self) -> Stockfish:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Stockfish(Engine):
+    """A Stockfish process with one thread, a small hash and win-draw-loss; or another engine that has it.
+
+    path: see `find_stockfish`. options: UCI options, e.g. {"UCI_LimitStrength": True, "UCI_Elo": 1350}.
+    """
+
+    needs = {"UCI_ShowWDL": "use Stockfish 12 or newer"}
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        hash_mb: int = 1,
+        timeout: float = 60.0,
+        options: Mapping[str, Option] | None = None,
+    ) -> None:
+        self.path = find_stockfish(path)
+        super().__init__([str(self.path)], {"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True}, options, timeout)
