@@ -70,7 +70,8 @@ class CycleConfig(Section):
 
     start: str = option(
         "",
-        "network of generation 0, with its architecture: a run, checkpoint or Matrix0 file; empty = random weights",
+        "network of generation 0, with its architecture: a run, `shipped`, a checkpoint, or a file of Matrix0 or Lc0; "
+        "empty = random weights",
     )
     sources: dict[str, Share | Annotated[list[BelowOne], Field(min_length=1)]] = option(
         {},
