@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -103,6 +104,14 @@ def stockfish(request: pytest.FixtureRequest) -> Path:
         return find_stockfish(path if request.param == "current" else None)
     except EngineError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def lc0() -> str:
+    """Lc0, on PATH or named by $MATRIXLIB_LC0; the test skips where there is none."""
+    if not (found := os.environ.get("MATRIXLIB_LC0") or shutil.which("lc0")):
+        pytest.skip("Lc0 is neither on the path nor named by MATRIXLIB_LC0")
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """Networks for Lc0: trained here, written as weight files, read back, run by Lc0 itself, and begun from such a file."""
 
 import gzip
-import os
 import random
-import shutil
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
@@ -222,14 +220,6 @@ def test_a_file_with_folded_norms_trains_nothing(tmp_path: Path) -> None:
 
 
 # Lc0 itself
-
-
-@pytest.fixture(scope="module")
-def lc0() -> str:
-    found = os.environ.get("MATRIXLIB_LC0") or shutil.which("lc0")
-    if not found:
-        pytest.skip("Lc0 is neither on the path nor named by MATRIXLIB_LC0")
-    return found
 
 
 def asked(engine: chess.engine.SimpleEngine, board: chess.Board) -> tuple[dict[str, float], float, list[float]]:

@@ -187,8 +187,8 @@ def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["matrixlib-uci", "stockfish", "lc0", "gnuchess", "glaurung", "toga2"])
-def test_real_engines_play(name: str) -> None:
-    lc0 = os.environ.get("MATRIXLIB_LC0") or shutil.which("lc0")
+def test_real_engines_play(name: str, request: pytest.FixtureRequest) -> None:
+    lc0 = request.getfixturevalue("lc0") if name == "lc0" else ""
     maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
     program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/games")
     found = {
