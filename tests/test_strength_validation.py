@@ -24,7 +24,7 @@ PLAIN: dict[str, Any] = {
     "train": {"steps": 10, "batch_size": 64},
     "validation": {"interval": 5, "sample": 64, "limit": 256},
     "checkpoint": {"interval": 3},
-    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": True},
 }
 MATCHES: dict[str, Any] = {"every": 4, "pairs": 3, "simulations": 2, "plies": 12}
 

@@ -8,6 +8,7 @@ import safetensors.torch
 from torch import nn
 
 from matrixlib import files
+from matrixlib.engine.checkpoint import host_copies
 from matrixlib.engine.optim import load_tensors, named_tensors
 from matrixlib.play.elo import rating
 from matrixlib.play.match import Choice, Player, Turn, play_pairs, search_player
@@ -40,7 +41,7 @@ class StrengthMatch:
         data, options, starts = self._data, self._options, self._openings
         if step == 0:
             if not options.anchor:
-                files.write_bytes(self._path, safetensors.torch.save(dict(named_tensors(model))))
+                files.write_bytes(self._path, safetensors.torch.save(host_copies({"": named_tensors(model)})[""]))
             return None
         if self._anchor is None:
             self._anchor = data.spec.network(self._start(), data.config, data.runtime)
