@@ -35,6 +35,7 @@ GREY, RED = "#808080", "#d93a2f"  # legible on white and on black
 COLOURS = ("#2f7ed8", "#e8710a", "#159a6b", "#c2478f", "#8a63d2", "#a58a00", "#0fa3b1", "#d1495b")
 LOGGED = ("loss", "losses", "metrics", "validation", "extra", "initial", "learning_rate", "grad_norm", "throughput")
 HELD_OUT = "validation/"
+BOUNDS = ("low", "high")  # of an interval: faint
 NAMES = {"grad_norm": "gradient norm", "rss_mib": "process", "allocated_mib": "GPU tensors", "driver_mib": "GPU"}
 Kind = Literal["raw", "line", "held-out"]
 FrameT = TypeVar("FrameT", DataFrame, Series)
@@ -166,7 +167,9 @@ def _chart(plot: Plot, table: DataFrame, smooth: DataFrame) -> Chart:
     for column in columns:
         name, values = readable(column), plot.scale * table[column].to_numpy()
         colour = COLOURS[names.index(name) % len(COLOURS)]
-        if column.startswith(HELD_OUT):
+        if name in BOUNDS:
+            curves.append(Curve(name, values, "raw", COLOURS[0]))
+        elif column.startswith(HELD_OUT):
             curves.append(Curve(name, values, "held-out", colour))
         elif plot.smooth:
             curves.append(Curve(name, values, "raw", colour))
@@ -260,7 +263,7 @@ def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
         axes.legend(ncols=2, loc="upper left", fontsize=9, labelcolor=GREY, **LEGEND)
     for name, value in chart.levels:
         _, height = axes.transAxes.inverted().transform(axes.transData.transform((0, value)))
-        side = "top" if height > 0.5 else "bottom"  # inside the frame
+        side = "top" if height > 0.92 else "bottom"  # inside the frame
         where = axes.get_yaxis_transform()
         axes.text(0.99, value, name, transform=where, ha="right", va=side, fontsize=9, color=GREY)
     for spine in axes.spines.values():
