@@ -145,7 +145,9 @@ def test_eval_takes_runs_of_other_tasks(reports: Path, tmp_path: Path) -> None:
     text = run_notebook("eval", run="latin-tiny", sample=64, onnx=path).text
     assert re.search(r"^cell accuracy .* uniform", text, re.MULTILINE)
     assert not path or "outputs cell_logits; differs from torch by" in text
-    with pytest.raises(ValueError, match="'latin-tiny' is of latin: game, puzzles, suites, games and int8 are for"):
+    with pytest.raises(
+        ValueError, match="'latin-tiny' is of latin: game, puzzles, suites, games, int8 and lc0 are for"
+    ):
         run_notebook("eval", run="latin-tiny", games=2)
 
 

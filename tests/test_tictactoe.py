@@ -133,7 +133,7 @@ def test_a_network_that_says_nothing_passes_no_check(result: int) -> None:
     def figures() -> dict[str, Any]:
         tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
         batch = {name: torch.from_numpy(array) for name, array in tensors.items()}
-        held_out: Any = SimpleNamespace(sequential=lambda size, sample: iter([batch]))
+        held_out: Any = SimpleNamespace(sequential=lambda size, sample: iter([batch]), of_sources=dict)
         return SPEC.evaluate(net, held_out, None)  # type: ignore[arg-type]
 
     found = figures()

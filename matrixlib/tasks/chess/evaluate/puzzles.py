@@ -118,7 +118,7 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
         "policy": lambda boards: [evaluation.best for evaluation in net.evaluate_boards(boards)],
         "one-ply value": lambda boards: one_ply(net, boards),
     }
-    return fixed | {f"search {count}": searcher(net, count) for count in simulations if count}
+    return fixed | {f"search {count}": searcher(net, count) for count in simulations}
 
 
 def searcher(net: Net, simulations: int) -> Solver:
