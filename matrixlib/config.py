@@ -169,6 +169,7 @@ class TrainConfig(Section):
     statistics_interval: Count = option(500, "updates between output and gradient statistics")
     targets_interval: CountOrZero = option(0, "updates between rows of targets.jsonl; 0 = off")
     heartbeat_seconds: Positive = option(5.0, "seconds between heartbeat.json writes")
+    tensorboard: bool = option(False, "also write TensorBoard events, to `events` of the run's folder")
 
 
 class OpeningOptions(Section):

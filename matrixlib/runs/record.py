@@ -27,6 +27,7 @@ MAY_CHANGE = (  # options that may change on resume; sections end with a dot
     "train.steps",
     "train.minutes",
     "train.heartbeat_seconds",
+    "train.tensorboard",
     "train.micro_batch",
     "data.cache",
     "data.timeout",

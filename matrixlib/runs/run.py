@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.backup import Backup
     from matrixlib.runs.start import Start
+    from matrixlib.runs.tensorboard import Events
     from matrixlib.tasks.spec import Check
 
 
@@ -60,6 +61,7 @@ class Run:
     processes: int = 1
     _trainer: Trainer | None = None
     _backup: Backup | None = None
+    _events: Events | None = None
 
     def __post_init__(self) -> None:
         data = self.data
@@ -175,6 +177,7 @@ class Run:
             for text in self.trainer.messages:
                 self._say(text)
             self._begin_backup()
+            self._begin_events()
             # close explicitly: interrupts during garbage collection are lost
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
@@ -182,6 +185,8 @@ class Run:
                         self._say(f"update {stats.step}: {text}")
                     if self._backup is not None and (problem := self._backup.look()):
                         self._say(problem)
+                    if self._events is not None:
+                        self._events.add(stats.row())
                     yield stats
             model = self.trainer.evaluation_model()
             if model is not None:
@@ -195,7 +200,9 @@ class Run:
         finally:
             if self._backup is not None and (problem := self._backup.end()):
                 self._say(problem)
-            self._backup = None
+            if self._events is not None:
+                self._events.close()
+            self._backup = self._events = None
             self.close()
 
     def _begin_backup(self) -> None:
@@ -206,6 +213,14 @@ class Run:
             backup = Backup(place, self.folder)
             backup.begin()
             self._backup = backup
+
+    def _begin_events(self) -> None:
+        if self.config.train.tensorboard and self.ranks.first:
+            from matrixlib.runs.tensorboard import Events
+
+            curriculum = self.spec.curriculum(self.config)
+            phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
+            self._events = Events(self.folder, self.history(), phases)
 
     def _forget(self) -> None:
         if self._trainer is not None:

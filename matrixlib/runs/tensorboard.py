@@ -12,14 +12,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.engine.metrics import flatten
-
-if TYPE_CHECKING:
-    from matrixlib.runs.run import Run
 
 NOT_SCALAR = ("step", "time", "verdict", "messages", "events", "updates")
 
@@ -67,13 +64,6 @@ class Events:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
-
-
-def open_events(run: Run) -> Events:
-    """Events of a run that is about to be trained: `add` each update's `stats.row()`."""
-    curriculum = run.spec.curriculum(run.config)
-    phases = curriculum.phases if curriculum is not None else ()
-    return Events(run.folder, run.history(), {phase.number: str(phase) for phase in phases})
 
 
 def main(arguments: Sequence[str]) -> int:
