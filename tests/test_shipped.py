@@ -77,3 +77,5 @@ def test_a_run_that_is_shipped_says_the_same_and_damage_is_named(
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"the network of the package is damaged .*: install the package again"):
         load("shipped", device="cpu")
+    with pytest.raises(ValueError, match="no checkpoint 'step_7'"):
+        load("shipped", "step_7", "cpu")

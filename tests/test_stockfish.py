@@ -63,6 +63,12 @@ def test_the_last_whole_block_counts():
         Line("g2g4", -(MATE - 1), None),
     ]
     assert parse_info(["info depth 0 score mate 0", "bestmove (none)"]) == []
+    for line in (  # of GNU Chess, Toga and Lc0
+        "info depth 1 score cp 25 nodes 20 pv d2d4",
+        "info multipv 1 depth 6 seldepth 12 score cp 25 time 3 nodes 5177 pv d2d4 d7d5",
+        "info depth 1 seldepth 2 time 5 nodes 3 score cp 25 wdl 300 500 200 nps 90 multipv 1 pv d2d4",
+    ):
+        assert [(one.move, one.score) for one in parse_info([line, "info string score cp 9 pv a2a3"])] == [("d2d4", 25)]
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,13 @@ def test_an_engine_that_is_not_said_how_to_run_is_refused(text: str) -> None:
 )
 def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Path, answer: str, message: str) -> None:
     engine = fake_engine(tmp_path, FIRST_MOVE.replace("{answer}", answer))
-    with pytest.raises(EngineError, match=message):
-        dict(strength.gauntlet(material_net(), [1], games=2, plies=6, engines=[f"{engine} depth=3"]))
+    text = f"{engine} depth=3"
+    for ask in (
+        lambda: dict(strength.gauntlet(material_net(), [1], games=2, plies=6, engines=[text])),
+        lambda: strength.check_engines([text]),
+    ):
+        with pytest.raises(EngineError, match=message):
+            ask()
     with pytest.raises(EngineError, match=r"/absent cannot be started"):
         strength.check_engines([f"{tmp_path}/absent depth=3"])
 

@@ -37,15 +37,15 @@ def play_games(
     """Play the games of these numbers; yields each when finished. openings: game i starts from number i, modulo their
     number; default the game's initial state."""
     search = Search(game, evaluate, search_options, options.parallel, seed)
+    starts = Openings(game.initial(1), [np.zeros(0, np.uint64)]) if openings is None else openings
     waiting = iter(numbers)
     running: dict[int, _GameInProgress] = {}
     free = list(range(options.parallel))
     while True:
         while free and (number := next(waiting, None)) is not None:
             rng = np.random.default_rng([seed, number, 0, 1])
-            start = Openings(game.initial(1), [np.zeros(0, np.uint64)]) if openings is None else openings
-            row = number % len(start)
-            state, history = _opening(game, start[row : row + 1], rng, options)
+            row = number % len(starts)
+            state, history = _opening(game, starts[row : row + 1], rng, options)
             search.reset(free[0], state, history, stream=number)
             running[free.pop(0)] = _GameInProgress(number, bool(rng.random() >= options.play_out))
         if not running:

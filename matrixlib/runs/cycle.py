@@ -233,14 +233,15 @@ class Cycle:
     def _play(self, generation: Generation) -> Generation:
         config, runtime = self.config, replace(self.runtime, threads=1)
         starts = range(0, config.games, config.chunk)
+        missing = [first for first in starts if str(first) not in generation.chunks]
+        if not missing:
+            return generation
         play = partial(games.play_chunk, self.name, config, runtime, generation.model_copy(update={"chunks": {}}))
         if config.selfplay.openings:
             book, seed = config.selfplay, [config.seed, generation.number]
             openings = self.rules.read_openings(book.openings, book.opening_plies, config.games, seed)
             play = partial(play, openings=openings)
-        todo = {first: partial(play, first) for first in starts if str(first) not in generation.chunks}
-        if not todo:
-            return generation
+        todo = {first: partial(play, first) for first in missing}
         files.make_folder(self._shards(generation.number))
         catalogue = Catalogue(self._shards(generation.number))
         stored = games.weights_of(self.folder, config, generation.by)

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import safetensors.torch
 import torch
-from pandas import DataFrame
 from pydantic import Field, SerializeAsAny, model_validator
 from torch import nn
 
@@ -46,6 +45,9 @@ from matrixlib.play.selfplay import Judges, SelfPlayOptions, play_games, tally
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import TASKS, get_task, task_of, validate_config
 from matrixlib.tasks.spec import GameSpec, weights
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TRIAL_GAMES = 4
 START = "start.safetensors"  # weights of generation 0, of `start`

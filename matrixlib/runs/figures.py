@@ -35,7 +35,7 @@ GREY, RED = "#808080", "#d93a2f"  # legible on white and on black
 COLOURS = ("#2f7ed8", "#e8710a", "#159a6b", "#c2478f", "#8a63d2", "#a58a00", "#0fa3b1", "#d1495b")
 LOGGED = ("loss", "losses", "metrics", "validation", "extra", "initial", "learning_rate", "grad_norm", "throughput")
 HELD_OUT = "validation/"
-BOUNDS = ("low", "high")  # of an interval: faint
+BOUNDS = ("strength/low", "strength/high")  # of an interval: faint
 NAMES = {"grad_norm": "gradient norm", "rss_mib": "process", "allocated_mib": "GPU tensors", "driver_mib": "GPU"}
 Kind = Literal["raw", "line", "held-out"]
 FrameT = TypeVar("FrameT", DataFrame, Series)
@@ -167,7 +167,7 @@ def _chart(plot: Plot, table: DataFrame, smooth: DataFrame) -> Chart:
     for column in columns:
         name, values = readable(column), plot.scale * table[column].to_numpy()
         colour = COLOURS[names.index(name) % len(COLOURS)]
-        if name in BOUNDS:
+        if column in BOUNDS:
             curves.append(Curve(name, values, "raw", COLOURS[0]))
         elif column.startswith(HELD_OUT):
             curves.append(Curve(name, values, "held-out", colour))

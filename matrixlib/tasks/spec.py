@@ -391,7 +391,7 @@ def pick_checkpoint(folder: Path, config: Config, checkpoint: str) -> Checkpoint
     try:
         return Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
     except CheckpointError as error:
-        if folder != SHIPPED:
+        if folder != SHIPPED or checkpoint not in ("best", "newest"):
             raise
         raise CheckpointError(f"the network of the package is damaged ({error}): install the package again") from error
 

@@ -58,9 +58,12 @@ def open_engine(text: str) -> tuple[Engine, str]:
 
 
 def check_engines(texts: Sequence[str]) -> None:
-    """Start and end every engine; errors of `open_engine`."""
+    """Ask every engine for a first move; errors of `open_engine` and `engine_player`."""
     for text in texts:
-        open_engine(text)[0].close()
+        engine, limit = open_engine(text)
+        with engine:
+            player = engine_player(engine, limit)
+            play_pairs(ChessGame(), player, player, ChessGame().initial(1), plies=1)
 
 
 def engine_player(engine: Engine, limit: str) -> Player:

@@ -120,14 +120,9 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
         block, name = weights.message(2, number), f"tower.{number}"
         for k in (0, 1):
             arrays |= _normed(f"{name}.convs.{k}", f"{name}.norms.{k}", block.message(1 + k), filters, 3)
-        if block.message(3).fields:
-            arrays |= _dense(f"{name}.se.reduce", block.message(3), 1) | _dense(
-                f"{name}.se.expand", block.message(3), 3
-            )
-    policy, value = (
-        ("policy_head.input.conv", "policy_head.input.norm"),
-        ("value_head.input.conv", "value_head.input.norm"),
-    )
+        if (se := block.message(3)).fields:
+            arrays |= _dense(f"{name}.se.reduce", se, 1) | _dense(f"{name}.se.expand", se, 3)
+    policy, value = ((f"{head}_head.input.conv", f"{head}_head.input.norm") for head in ("policy", "value"))
     if form["policy"] == 2:
         arrays |= _normed(*policy, weights.message(11), filters, 3)
         arrays |= _plain("policy_head.planes", weights.message(3), len(arrays["policy_head.input.norm.bias"]), 3)

@@ -22,9 +22,8 @@ CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
 _LIMIT = re.compile(r"(nodes|depth|movetime)=([1-9]\d*)")
 _OPTION = re.compile(r"option name (.+?) type (.*)")
-_LINE = re.compile(
-    r"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
-)
+_SCORE, _MOVE = re.compile(r"\bscore (cp|mate) (-?\d+)"), re.compile(r"\bpv (\S+)")
+_NUMBER, _WDL = re.compile(r"\bmultipv (\d+)"), re.compile(r"\bwdl (\d+) (\d+) (\d+)\b")
 Option = int | bool | str
 
 
@@ -48,11 +47,16 @@ def find_stockfish(path: str | Path | None = None) -> Path:
     name = str(path or "stockfish")
     if name.endswith(".js") and Path(name).is_file():  # the npm package `stockfish`
         return Path(name)
-    file = shutil.which(name) or (None if path else shutil.which(name, path=os.pathsep.join(_FOLDERS)))
+    file = find_program(name)
     if file is None:
         hint = "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
         raise EngineError(f"no Stockfish at {name!r}: {hint}")
     return Path(file)
+
+
+def find_program(name: str) -> str | None:
+    """Path of a program: a file, or a name on PATH or in the usual folders; None if there is none."""
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_FOLDERS))
 
 
 def score_of(kind: str, value: int) -> int:
@@ -66,10 +70,13 @@ def score_of(kind: str, value: int) -> int:
 def parse_info(lines: list[str]) -> list[Line]:
     """The last complete set of variations in info lines, best first; [] for none."""
     block: list[Line] = []
-    for match in filter(None, map(_LINE.search, reversed(lines))):
-        wdl = (int(match[4]), int(match[5]), int(match[6])) if match[4] else None
-        block.append(Line(match[7], score_of(match[2], int(match[3])), wdl))
-        if match[1] == "1":
+    for line in reversed(lines):
+        score, move, number, wdl = (one.search(line) for one in (_SCORE, _MOVE, _NUMBER, _WDL))  # in any order
+        if score is None or move is None or line.startswith("info string"):
+            continue
+        shares = (int(wdl[1]), int(wdl[2]), int(wdl[3])) if wdl else None
+        block.append(Line(move[1], score_of(score[1], int(score[2])), shares))
+        if number is None or number[1] == "1":
             return block[::-1]
     return []
 
@@ -114,7 +121,7 @@ def read_setup(text: str) -> EngineSetup:
             "movetime=100 in milliseconds), then UCI options (Hash=16)"
         )
     values = {name: int(value) if re.fullmatch(r"-?\d+", value) else value for name, _, value in options}
-    return EngineSetup(tuple(words[:at]), words[at].replace("=", " "), values)
+    return EngineSetup((find_program(words[0]) or words[0], *words[1:at]), words[at].replace("=", " "), values)
 
 
 class Engine:
