@@ -76,7 +76,7 @@ def test_the_last_whole_block_counts():
     [
         ("sys.exit(3)", "does not speak UCI.*exit status 3", 20),
         ("for line in sys.stdin: print('what?', flush=True)", "does not speak UCI.*no answer within", 0.5),
-        ("print('id name Old\\nuciok', flush=True); sys.stdin.read()", "Old has no option UCI_ShowWDL", 20),
+        ("for line in sys.stdin: print('id name Old\\nuciok\\nreadyok', flush=True)", "Old has no option UCI_ShowWDL", 20),
         (GREETING.format(go="sys.exit(7)"), "no `bestmove` from Fake 1 in `position fen x`: exit status 7", 20),
         (GREETING.format(go="time.sleep(60)"), "no answer within 3 s", 3),
         (GREETING.format(go="print('bestmove (none)', flush=True)"), "gives no move in `fen x`", 20),
