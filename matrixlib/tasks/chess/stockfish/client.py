@@ -206,11 +206,11 @@ class Engine:
         return move
 
     def visits(self, position: str, limit: str) -> tuple[Line, dict[str, int]]:
-        """The best variation of a tree search that has the option VerboseMoveStats on, and the visits of each move."""
+        """The best variation of a tree search with VerboseMoveStats, and the visits of each move."""
         lines = self._ask(f"position {position}\ngo {limit}", "bestmove")
         counts = {found[1]: int(found[2]) for found in map(_VISITS.match, lines) if found}
         for best in parse_info(lines):
-            return best, counts | {best.move: max(1, counts.get(best.move, 0))}
+            return best, counts
         raise self._no_move(position)
 
     def _no_move(self, position: str) -> EngineError:

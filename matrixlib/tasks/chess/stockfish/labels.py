@@ -52,7 +52,9 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
     position = "fen " + ours.fen(en_passant="legal")
     engine.new_game()
     if engine.limit:
-        best, visits = engine.visits(position, engine.limit)
+        best, counts = engine.visits(position, engine.limit)
+        visits = {ours.parse_uci(move).uci(): n for move, n in counts.items()}  # Lc0 writes castling as e1h1
+        visits[best.move] = max(1, visits.get(best.move, 0))
         most = max(visits.values())
         level = {move: min(round(10 * log(most / (n or 1e-9))), NO_WEIGHT) for move, n in visits.items()}
     else:
