@@ -184,7 +184,7 @@ class StrengthConfig(OpeningOptions):
 
     every: CountOrZero = option(0, "updates between matches; the last update has one, too; 0 = off")
     anchor: str = option(
-        "", "opponent: a run, a checkpoint, a file, or an engine such as `toga2 depth=4`; empty = the first weights"
+        "", "a run, a checkpoint, a file or an engine (`toga2 depth=4`); empty = the run's first weights"
     )
     pairs: Count = option(16, "pairs of games: one opening, sides swapped; the same openings each time")
     simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")

@@ -65,11 +65,9 @@ class StrengthMatch:
             beat()
             return own(turn)
 
+        running = self._game.engine(options.anchor) or nullcontext(("", self._player(self._network(data))))
         try:
-            with self._game.engine(options.anchor) or nullcontext(("", self._player(self._network(data)))) as (
-                _,
-                other,
-            ):
+            with running as (_, other):
                 match = play_pairs(game, one, other, starts.states, options.plies, history=starts.history)
         except EngineError as error:
             messages.append(Message(Event.MATCH, f"no match against '{options.anchor}': {error}"))

@@ -208,9 +208,8 @@ class Engine:
     def visits(self, position: str, limit: str) -> tuple[Line, dict[str, int]]:
         """The best variation of a tree search with VerboseMoveStats, and the visits of each move."""
         lines = self._ask(f"position {position}\ngo {limit}", "bestmove")
-        counts = {found[1]: int(found[2]) for found in map(_VISITS.match, lines) if found}
         for best in parse_info(lines):
-            return best, counts
+            return best, {found[1]: int(found[2]) for found in map(_VISITS.match, lines) if found}
         raise self._no_move(position)
 
     def _no_move(self, position: str) -> EngineError:
@@ -250,12 +249,11 @@ class Stockfish(Engine):
             hint = "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
             raise EngineError(f"no Stockfish at {name!r}: {hint}")
         super().__init__(command, own, {**given, **(options or {})}, timeout)
-        tree, problem = "VerboseMoveStats" in self.announced, ""
+        tree = "VerboseMoveStats" in self.announced
+        rule = "its visits: end its text with nodes=800" if tree else f"depth: leave out '{self.limit}'"
+        problem = "" if self.limit.partition(" ")[0] == ("nodes" if tree else "") else f"labels positions by {rule}"
         if "UCI_ShowWDL" not in self.announced:
             problem = "has no option UCI_ShowWDL: use Stockfish 12 or newer"
-        elif self.limit.partition(" ")[0] != ("nodes" if tree else ""):
-            rule = "its visits: end its text with nodes=800" if tree else f"depth: leave out '{self.limit}'"
-            problem = f"labels positions by {rule}"
         if problem:
             self.close()
             raise EngineError(f"{self.name} {problem}")
