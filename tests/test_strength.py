@@ -21,10 +21,11 @@ from test_stockfish import fake_engine
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Evaluator
 from matrixlib.tasks.chess.evaluate import strength
-from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player
+from matrixlib.tasks.chess.evaluate.strength import capture_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index, to_board
 from matrixlib.tasks.chess.stockfish.client import EngineError
+from matrixlib.tasks.chess.stockfish.player import engine_player
 from matrixlib.tasks.chess.uci.protocol import read_position
 
 GAME = ChessGame()

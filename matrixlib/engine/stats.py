@@ -33,6 +33,7 @@ class Event(StrEnum):
     PLATEAU = "plateau"
     AUXILIARY_OFF = "auxiliary_off"
     VALIDATION = "validation"
+    MATCH = "match"
     FIRST_UPDATE = "first_update"
     CLIPPING = "clipping"
     UPDATE_SIZE = "update_size"

@@ -19,6 +19,10 @@ Player: TypeAlias = "Callable[[Turn], Choice]"
 TRIES = 50  # random games for each opening before giving up
 
 
+class EngineError(RuntimeError):
+    """A program that plays is missing, no engine, lacks an option, died, timed out, or played no legal move."""
+
+
 def random_player(game: Game, seed: int) -> Player:
     """Plays random legal moves, a function of seed and game number."""
 

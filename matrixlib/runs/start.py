@@ -138,7 +138,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
         curriculum=data.spec.curriculum(config),
         teacher=teacher,
         hooks=[(targets, config.train.targets_interval)] if ranks.first else [],
-        strength=data.strength,
+        strength=partial(data.strength, data) if data.strength else None,
         parts=data.parts,
         ranks=ranks,
     )
