@@ -135,20 +135,16 @@ class LatinTask(Ungated):
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor) as sums over the items of `counts`: see losses.py."""
+        """Per term (chance, floor) as sums over the items of `counts`. Chance: of equal logits."""
         target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
-        bounds = {
-            "cell": losses.cell_bounds(hidden, size, self.config.loss.label_smoothing),
-            "constraint": (losses.constraint_chance(target, hidden, size), 0.0),
-        }
+        logits, digits = torch.zeros(*target.shape, TOKENS), batch["digits"]
         if iterations := self.config.model.sinkhorn:  # a fresh network knows the digits of each line
-            same = torch.zeros(*target.shape, TOKENS)
-            log_p = losses.digit_log_probabilities(
-                losses.sinkhorn(same, tokens(batch), batch["digits"], iterations), batch["digits"]
-            )
-            bounds["cell"] = losses.cell_loss(log_p, target, hidden, size, 0.0)[0].item(), 0.0
-            bounds["constraint"] = losses.constraint_loss(log_p, target, hidden, size)[0].item(), 0.0
-        return bounds
+            logits = losses.sinkhorn(logits, tokens(batch), digits, iterations)
+        log_p = losses.digit_log_probabilities(logits, digits)
+        cell, _ = losses.cell_loss(log_p, target, hidden, size, 0.0)
+        constraint, _ = losses.constraint_loss(log_p, target, hidden, size)
+        floor = losses.cell_floor(hidden, size, self.config.loss.label_smoothing)
+        return {"cell": (cell.item(), floor), "constraint": (constraint.item(), 0.0)}
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """`cell` (B, N, N, N): logits of the puzzle's digits, NaN for others and outside the grid."""
