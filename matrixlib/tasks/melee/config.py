@@ -6,26 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import (
-    SEVERAL,
-    Config,
-    DataConfig,
-    Depth,
-    Fraction,
-    NonNegative,
-    Real,
-    Section,
-    Source,
-    Width,
-    option,
-)
+from matrixlib import config as configuration
+from matrixlib.config import Config, DataConfig, Depth, Fraction, NonNegative, Real, Section, Source, Width, option
 from matrixlib.tasks.melee.columns import DELAYS, OWN
 
 Delay = Annotated[int, Field(ge=0, le=DELAYS)]
 
 
 class MeleeDataConfig(DataConfig):
-    source: Source = option("sample", f"`sample` (ships with the package) or a folder of imported replays; {SEVERAL}")
+    source: Source = option(
+        "sample", f"`sample` (ships with the package) or a folder of imported replays; {configuration.SEVERAL}"
+    )
     window: Annotated[int, Field(ge=1, le=OWN)] = option(60, "frames of a window, 60 a second")
     delay: tuple[Delay, Delay] = option(
         (0, 0), "fewest and most frames from a state to its decision; held-out rows use the fewest"
