@@ -114,11 +114,8 @@ class SWA(Average):
     @torch.no_grad()
     def update(self) -> None:
         present = named_tensors(self._model)
-        own, new = list(self._means.values()), [present[name] for name in self._means]
-        if self.averages:
-            get_swa_multi_avg_fn()(own, new, self.averages)
-        else:
-            copy_tensors(own, new)
+        new = [present[name] for name in self._means]
+        get_swa_multi_avg_fn()(list(self._means.values()), new, self.averages)  # the first is copied
         super().update()
 
     def _averaged(self) -> Mapping[str, Tensor]:
