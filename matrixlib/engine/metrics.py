@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def not_finite(row: Mapping[str, Any]) -> bool:
     return any(isinstance(value, float) and not math.isfinite(value) for value in values)
 
 
-class MetricsLog(AbstractContextManager["MetricsLog"]):
+class MetricsLog:
     """Append-only log of one run. Lines are flushed; a torn last line is truncated on open.
 
     recent: the latest rows, written or not.
@@ -138,9 +137,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""
         self._file.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
