@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from melee_games import game
+from melee_sample import encode
 
 from matrixlib.config import ConfigError, validated
 from matrixlib.data.catalogue import Catalogue
@@ -19,7 +20,7 @@ from matrixlib.tasks.melee import columns, importer, replay
 from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, FIRST, LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.controller import HEADS
-from matrixlib.tasks.melee.importer import DAMAGED, SAMPLE, decode, encode, import_replays, threshold, unpack_sample
+from matrixlib.tasks.melee.importer import DAMAGED, SAMPLE, decode, import_replays, threshold, unpack_sample
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, last_rows, read
 from matrixlib.tasks.melee.spec import TASK
 from matrixlib.tasks.melee.windows import figures, stretches
