@@ -196,9 +196,6 @@ def main(arguments: Sequence[str]) -> int:
     return failed
 
 
-# The page
-
-
 def _page(title: str, **content: Any) -> str:
     """templates/page.html."""
     from jinja2 import Environment, PackageLoader

@@ -128,9 +128,6 @@ def _next_cell(
     return place, scores.flatten(1, 2)[torch.arange(len(scores), device=cells.device), place]
 
 
-# Rates
-
-
 @torch.inference_mode()
 def rates(
     model: nn.Module, pools: Mapping[int, np.ndarray], modes: Sequence[str], grids: int, seed: int = 0

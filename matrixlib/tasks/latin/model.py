@@ -116,9 +116,6 @@ class LatinNet(nn.Module):
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, float("-inf"))
 
 
-# ONNX
-
-
 class LatinOnnx(onnx.OnnxModule):
     """The network for export, on 16 x 16 grids. sizes: those it was trained on."""
 

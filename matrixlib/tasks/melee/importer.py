@@ -146,8 +146,6 @@ def _replays(path: Path) -> list[Path]:
     return files
 
 
-# The sample set
-
 SAMPLE = Path(__file__).parent / "sample"
 ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     "number": (np.dtype("<i8"), ()),

@@ -38,9 +38,6 @@ def _quarantine_faulty(
     return faults.count("")
 
 
-# Puzzles
-
-
 @dataclass(frozen=True)
 class Puzzles:
     """A position per move of the solver, with all policy weight on it. FEN is *before* the opponent's set-up move, the
@@ -113,9 +110,6 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
     solved = np.array([not fault for fault in faults], bool)
     order = np.argsort(owner, kind="stable")  # by puzzle; the sort keeps the order of moves
     return select(concat(batches, LAYOUT), order[solved[owner[order]]], LAYOUT)
-
-
-# Evaluations
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,6 @@ def decode_text(data: bytes) -> str:
         return data.decode("latin-1")
 
 
-# Text to games
-
-
 def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Split lines into games: (tag section, move text), all bytes but byte order marks.
 
@@ -203,9 +200,6 @@ def parse_word(word: bytes) -> int | float | str:
     return kind | target << 3 | origin | (b"NBRQ".index(promotion.upper()) + 1 if promotion else 0) << 17
 
 
-# Games
-
-
 class _Game(NamedTuple):
     """A parsed game. points: White's. moves, evaluated (all words, if there are evaluations): see `parse_word`."""
 
@@ -263,9 +257,6 @@ def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.
     for name, mask in reasons.items():  # later reasons override
         points[mask], why[mask] = -1 if name == "mate" else 0, name
     return points, why
-
-
-# The reader
 
 
 @dataclass(frozen=True)
