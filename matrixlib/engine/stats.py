@@ -198,6 +198,11 @@ class RateLimiter(State):
         return passed
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """At most so many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
 def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:
     """median and p95 (nearest rank) of gradient norms; empty without values."""
     ordered = sorted(norms)
