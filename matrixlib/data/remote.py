@@ -53,9 +53,7 @@ class Remote:
         try:
             self.fs: AbstractFileSystem = fsspec.core.url_to_fs(self.url, **options)[0]
         except ImportError as error:
-            raise RemoteError(
-                f"{url}: {error}. S3 and HTTP need one more package: pip install 'matrixlib[remote]'"
-            ) from error
+            raise RemoteError(f"{url}: {error}. S3 and HTTP need more: pip install 'matrixlib[remote]'") from error
         except ValueError as error:
             raise RemoteError(f"{url}: {error}; give s3://bucket/folder, https://..., file:///folder") from error
 
