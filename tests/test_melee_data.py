@@ -114,8 +114,8 @@ def test_the_odd_shard_is_marked_within_its_source(tmp_path: Path, monkeypatch: 
         meta = about | {"source": "slippi" if number < 10 else "still", "quality": figures(batch)}
         write_shard(tmp_path / f"s{number:02}.npz", LAYOUT, batch, meta)
     (tmp_path / "a.slp").write_bytes(b"no replay")
-    monkeypatch.setattr(importer, "import_each", lambda jobs, folder, storage, *others: storage)
-    storage: Any = import_replays(tmp_path / "a.slp", tmp_path / "new", 1, False)
+    monkeypatch.setattr(importer, "import_each", lambda jobs, folder, storage, **others: storage)
+    storage: Any = import_replays(tmp_path / "a.slp", tmp_path / "new", workers=1, progress=False)
     catalogue = Catalogue(tmp_path)
     (line,) = storage.outliers(catalogue, [row.name for row in catalogue.shards()])
     assert line.startswith("s04.npz: A (z -"), "and every other button"

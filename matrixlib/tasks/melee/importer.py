@@ -70,16 +70,10 @@ class Slippi:
         return entries.result(batch, 1, len(rows), rows)
 
 
-def import_replays(
-    paths: Path | str | Iterable[Path | str],
-    folder: Path | str,
-    workers: int | None = None,
-    progress: bool = True,
-    limit: int | None = None,
-) -> ImportReport:
+def import_replays(paths: Path | str | Iterable[Path | str], folder: Path | str, **options: Any) -> ImportReport:
     """Import replays and folders of replays into a shard folder; finished work is skipped.
 
-    Corrupt ones are quarantined (`data.imports.quarantined`), those not between two people skipped. Options as
+    Corrupt ones are quarantined (`data.imports.quarantined`), those not between two people skipped. options: of
     `data.imports.import_each`. ValueError for a path without replays, or without peppi-py.
     """
     named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
@@ -91,7 +85,7 @@ def import_replays(
     jobs = [(path, Slippi(known.get(path, split))) for path in named]
     mark = partial(mark_outliers, figures=compared)
     storage = Storage(LAYOUT, VERSION, SHARD, STEP, lambda rows: rows["held_out"] > 0, lambda batch: {}, figures, mark)
-    return import_each(jobs, Path(folder), storage, workers, progress, limit)
+    return import_each(jobs, Path(folder), storage, **options)
 
 
 def compared(quality: Mapping[str, Any]) -> dict[str, float]:
