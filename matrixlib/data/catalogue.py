@@ -5,8 +5,6 @@ stored in ``<shard>.quarantined``, so that a rebuild keeps it. Connections live 
 read-only folder, or one without shards, is catalogued in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

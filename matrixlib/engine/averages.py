@@ -1,7 +1,5 @@
 """Averaged weights (EMA, SWA, schedule-free) for evaluation and export, with matching BatchNorm statistics."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Training diagnostics: gradients, outputs, blocks, dead units, targets, and where a value first became non-finite."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -39,7 +37,7 @@ TARGET_BINS = 16  # histogram bins of continuous targets
 
 def first_update(
     task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
-) -> tuple[GradientReport, dict[str, dict[str, float]], list[Message]]:
+) -> tuple["GradientReport", dict[str, dict[str, float]], list[Message]]:
     """(gradient report of a `Step`'s first update; first losses against chance level, see `Stats.initial`; messages
     about what looks wrong). Losses far from chance are reported for fresh networks only."""
     initial, texts = compare_with_chance(task, step.taught(batch), stats, step.config.health.initial_warning)

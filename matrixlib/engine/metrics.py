@@ -4,8 +4,6 @@ Non-finite numbers are written as "nan", "inf", "-inf", which JSON can hold, and
 k-th update (`interval`), so that the file stays small enough to read whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

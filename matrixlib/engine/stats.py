@@ -1,7 +1,5 @@
 """Numbers and messages of one update; plain checkpointable state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One update: forward and backward over micro-batches, one host read to judge it, then apply or skip."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

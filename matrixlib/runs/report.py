@@ -8,8 +8,6 @@ Then warnings, stability, runtime, configuration, environment, and what is missi
 templates/page.html.
 """
 
-from __future__ import annotations
-
 import base64
 import logging
 import os

@@ -1,7 +1,5 @@
 """How a run starts: random or pretrained weights, its teacher, and its trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ reports/<sweep>/optuna.log        the study: Optuna's journal
 reports/<sweep>-000-s0/ ...       the runs, by trial and seed
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

@@ -4,8 +4,6 @@ Rewritten when made and after a rollback, so that every update appears once. Nee
 (tensorboardX; for viewing: `pip install tensorboard`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

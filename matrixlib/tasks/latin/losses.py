@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, Sums
 from matrixlib.tasks.latin.vocabulary import EMPTY, PAD
 
 IMPOSSIBLE = -1e9  # log-probability of a digit that the puzzle does not have
-
-Sums = dict[str, Tensor]
 
 
 def inside(size: Tensor, side: int) -> Tensor:

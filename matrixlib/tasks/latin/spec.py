@@ -18,7 +18,7 @@ from matrixlib.data.loader import Loader
 from matrixlib.data.remote import local_path
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
 from matrixlib.engine.onnx import OnnxFile
-from matrixlib.engine.task import Batch, Ungated
+from matrixlib.engine.task import Batch, Sums, Ungated
 from matrixlib.files import cache_root
 from matrixlib.tasks.latin import decode, losses, pool
 from matrixlib.tasks.latin.config import LatinConfig
@@ -115,14 +115,11 @@ class LatinTask(Ungated):
         hidden = batch["hidden"].flatten(1)
         return {"cell": int(hidden.sum()), "constraint": int(hidden.any(1).sum())}
 
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """Sums of the active terms and their metrics (see losses.py)."""
         logits = model(tokens(batch), batch["size"], batch["mode"])
         target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
-        sums: dict[str, Tensor] = {}
-        metrics: dict[str, Tensor] = {}
+        sums, metrics = Sums(), Sums()
         with torch.autocast(logits.device.type, enabled=False):
             log_p = losses.digit_log_probabilities(logits, batch["digits"])
             for term in sorted(active):

@@ -4,13 +4,11 @@ The cache is a sidecar file per shard in shard format: rows `losses.RECORD`, blo
 teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,7 +41,7 @@ class ChessTeacher:
     blocks: tuple[int, ...] = ()  # of the feature loss
 
     @classmethod
-    def of(cls, net: Net, config: ChessConfig) -> ChessTeacher:
+    def of(cls, net: Net, config: ChessConfig) -> Self:
         """The teacher of a student's configuration; ValueError if the network lacks a head or block."""
         name, blocks = config.teacher.network, tuple[int, ...]()
         if config.teacher.wdl and net.task.config.model.value.kind == "scalar":
