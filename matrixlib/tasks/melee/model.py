@@ -285,9 +285,7 @@ class MeleeNet(nn.Module):
     def encode(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor) -> Tensor:
         """(..., W) before the trunk."""
         embedded = (self.action(action).flatten(-2), self.character(character).flatten(-2))
-        held = (
-            previous.index_select(-1, self.heads.columns) == self.heads.values
-        )  # buttons as they are, classes one-hot
+        held = previous.index_select(-1, self.heads.columns) == self.heads.values  # one-hot, but for buttons
         return cast(Tensor, self.first(torch.cat([numeric, *embedded, held.float()], -1)))
 
     def step(
