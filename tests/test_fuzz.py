@@ -350,7 +350,7 @@ def hostile_command(draw: random.Random, folder: Path) -> tuple[list[str], bytes
         sent = "\n".join(draw.sample(lines, len(lines))) + "\nquit\n"
         run = draw.choice(("done", "done", "done", word))
         return (
-            [*module, "matrixlib.tasks.chess.uci", f"--checkpoint={run}", "--device=cpu"],
+            [*module, "matrixlib.tasks.chess.uci.engine", f"--checkpoint={run}", "--device=cpu"],
             sent.encode(errors="replace"),
             {},
         )
