@@ -26,6 +26,7 @@ from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index, to_board
 from matrixlib.tasks.chess.stockfish.client import EngineError
 from matrixlib.tasks.chess.stockfish.player import engine_player
+from matrixlib.tasks.chess.uci import engine as uci
 from matrixlib.tasks.chess.uci.protocol import read_position
 
 GAME = ChessGame()
@@ -198,7 +199,7 @@ def test_real_engines_play(name: str, request: pytest.FixtureRequest) -> None:
     maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
     program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/games")
     found = {
-        "matrixlib-uci": f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=2",
+        "matrixlib-uci": f"{sys.executable} -m {uci.__name__} --checkpoint shipped --device cpu nodes=2",
         "lc0": f"{lc0} --weights={maia} nodes=1" if lc0 and maia.exists() else "",
         "gnuchess": f"{program} --uci depth=1" if program else "",
         **{name: f"{program} depth=2" for name in ("glaurung", "toga2") if program},  # of nodes they know little

@@ -5,8 +5,6 @@ stored in ``<shard>.quarantined``, so that a rebuild keeps it. Connections live 
 read-only folder, or one without shards, is catalogued in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -212,10 +210,8 @@ class Catalogue:
                 if problem := _problem_of(db):
                     return problem
                 stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards").fetchall()
-        except UnicodeDecodeError as error:  # sqlite3 quotes the schema in its message
-            return f"the catalogue is damaged ({error})"
-        except sqlite3.DatabaseError as error:
-            if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 quotes the schema in its message
+            if isinstance(error, UnicodeDecodeError) or (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
                 return f"the catalogue is damaged ({error})"
             raise CatalogueError(f"{self.path}: cannot be opened ({error}); is another program using it?") from error
         rows = [_row_of(columns, self.folder) for *columns, digest in stored if digest == _digest(columns)]
@@ -229,9 +225,7 @@ class Catalogue:
         """Recreate the database from all shard files and the readable import logs."""
         if self.remote:
             url = read_json(self.folder / REMOTE)["url"]
-            raise CatalogueError(
-                f"{url}/{NAME}: {problem}; open the catalogue where the shards are, and copy it there again"
-            )
+            raise CatalogueError(f"{url}/{NAME}: {problem}; open it where the shards are, and copy it there again")
         self._rows, logs = {row.name: row for row in self._read_files(self._files())}, list[Log]()
         with suppress(sqlite3.Error, UnicodeDecodeError):
             logs += self.imports() if present else []

@@ -9,6 +9,7 @@ An *entry* is a game, a row, a replay; a *part* is a fixed run of entries of one
 
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from filelock import FileLock
@@ -87,9 +88,7 @@ class ParseResult:
         """Quarantine entry `number` of the part, from 0."""
         self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
 
-    def result(
-        self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
-    ) -> "ParseResult":
+    def result(self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None) -> Self:
         """Finish. stored: by default the number of positions in the batch. ValueError if the counts do not add up."""
         positions = len(batch["records"])
         self.batch, self.entries, self.rows = batch, entries, rows
@@ -310,12 +309,11 @@ def read_parts(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         try:
-            for part in parts:
-                waiting.append((part, pool.submit(_read, reader, faults, part)))
-                if len(waiting) > 2 * workers:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            while waiting:
+            while True:
+                for part in itertools.islice(parts, 2 * workers - len(waiting)):
+                    waiting.append((part, pool.submit(_read, reader, faults, part)))
+                if not waiting:
+                    return
                 done, future = waiting.popleft()
                 yield done, future.result()
         except BrokenProcessPool as error:

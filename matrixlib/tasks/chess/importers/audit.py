@@ -36,9 +36,6 @@ COMPARED_FIGURES = [
 ]
 
 
-# Positions
-
-
 def faults(batch: Batch) -> dict[str, NDArray[np.bool_]]:
     """Faults that keep positions from being stored: fault -> mask (N,), only those that occur."""
     records = batch["records"]
@@ -93,9 +90,6 @@ def position_statistics(batch: Batch) -> dict[str, NDArray[Any]]:
     }
 
 
-# Shards
-
-
 def shard_quality(batch: Batch) -> dict[str, float]:
     """Quality figures of a shard, unknown ones omitted; most are means of `position_statistics`.
 
@@ -129,9 +123,6 @@ def _compared(quality: Mapping[str, Any]) -> dict[str, float]:
 OUTLIER_Z = outliers.OUTLIER_Z
 outlier_scores = partial(outliers.outlier_scores, figures=_compared)
 mark_outliers = partial(outliers.mark_outliers, figures=_compared)
-
-
-# A folder
 
 
 def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[int, int] = (0, 65535)) -> DataFrame:

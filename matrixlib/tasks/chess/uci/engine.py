@@ -256,3 +256,7 @@ class Engine:
                 f"info depth {protocol.depth_from_simulations(done)} multipv {rank} score {score} {wdl}{progress} "
                 f"pv {' '.join(move.uci() for move in moves)}"
             )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
