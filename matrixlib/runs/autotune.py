@@ -1,10 +1,14 @@
 """Measured when a run starts: whether device and dtype agree with the CPU, and how many updates fit."""
 
+from __future__ import annotations
+
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matrixlib.config import Config
 from matrixlib.files import read_json, write_json
@@ -12,6 +16,9 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware import speed
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.runs.record import runtime_config
+
+if TYPE_CHECKING:
+    from matrixlib.engine.task import Batch, Task
 
 WARMUP_UPDATES, MIN_UPDATES, MAX_UPDATES, FIT_SECONDS = 4, 5, 100, 5.0
 """Updates that are not timed, and how many are, within about so many seconds."""
@@ -27,7 +34,9 @@ def checked_runtime(data: RunData, requested: Config) -> RunData:
     """
     if requested.runtime.shard and data.ranks.size > 1:
         return data  # a single device may lack the memory for trials
-    runtime, linear_rows, messages = working_runtime(data, requested)
+    runtime, linear_rows, messages = working_runtime(
+        data.runtime, data.task, lambda: data.batch(0), data.config, requested
+    )
     if runtime.device == "cuda" and requested.train.micro_batch == "auto":
         size = data.config.train.batch_size
         runtime = runtime.with_choice("micro_batch", size, "the whole update; halved where memory runs out")
@@ -40,18 +49,20 @@ def checked_runtime(data: RunData, requested: Config) -> RunData:
     return replace(data, runtime=runtime, config=runtime_config(data.config, runtime))
 
 
-def working_runtime(data: RunData, requested: Config) -> tuple[runtimes.Runtime, int, list[str]]:
+def working_runtime(
+    runtime: runtimes.Runtime, task: Task, batch: Callable[[], Batch], config: Config, requested: Config
+) -> tuple[runtimes.Runtime, int, list[str]]:
     """(runtime whose update matches the CPU's, rows of its largest linear layer's input per row (0 if not tried),
     messages).
 
     Otherwise fp32 replaces another dtype, and the CPU another device, unless the user named them: RunError. requested:
     the configuration as given.
     """
-    runtime, messages = data.runtime, list[str]()
+    messages: list[str] = []
     while runtime.device != "cpu" or runtime.dtype != "fp32":
         from matrixlib.engine import self_test
 
-        problem, linear_rows = self_test.compare(data.task, data.batch(0), runtime, data.config)
+        problem, linear_rows = self_test.compare(task, batch(), runtime, config)
         if not problem:
             return runtime, linear_rows, messages
         name, value = ("dtype", runtime.dtype) if runtime.dtype != "fp32" else ("device", runtime.device)
