@@ -188,7 +188,7 @@ class StrengthConfig(OpeningOptions):
         "", "a run, a checkpoint, a file or an engine (`toga2 depth=4`); empty = the run's first weights"
     )
     pairs: Count = option(16, "pairs of games: one opening, sides swapped; the same openings each time")
-    simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
+    simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move, or a mate in one")
     random_plies: Count = option(6, "random plies of an opening where there is no file of them")
     plies: Count = option(240, "longer games are drawn")
 

@@ -51,7 +51,9 @@ def fake_engine(folder: Path, body: str) -> Path:
 GREETING = """
 for line in sys.stdin:
     word = line.strip()
-    if word == "uci": print("id name Fake 1\\noption name UCI_ShowWDL type check\\nuciok", flush=True)
+    if word == "uci":
+        sys.stdout.buffer.write(b"id author G\\xe9rard\\n")  # not UTF-8
+        print("id name Fake 1\\noption name UCI_ShowWDL type check\\nuciok", flush=True)
     elif word == "isready": print("readyok", flush=True)
     elif word.startswith("go"): {go}
 """

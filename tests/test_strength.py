@@ -178,6 +178,7 @@ def test_an_engine_that_is_not_said_how_to_run_is_refused(text: str) -> None:
     [
         ("print('bestmove e1e5', flush=True); continue", "First 1 answers 'e1e5' in `fen .*: "),
         ("sys.exit(4)", "no `bestmove` from First 1 in `position fen .*: exit status 4"),
+        ("print('bestmove', flush=True); continue", "First 1 answers '' in `fen "),
     ],
 )
 def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Path, answer: str, message: str) -> None:

@@ -147,7 +147,7 @@ class MatchOptions(Sprt, OpeningOptions):
 
     pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(64, "most pairs of games (one opening, colours swapped)")
     batch: Count = option(16, "pairs played at once; SPRT is tested after each batch")
-    num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
+    num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move, or a mate in one")
     random_plies: Annotated[int, Field(ge=3)] = option(
         6, "random plies of an opening without a file of them; below 3 there are too few"
     )

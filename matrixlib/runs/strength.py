@@ -9,7 +9,7 @@ import safetensors.torch
 from torch import nn
 
 from matrixlib import files
-from matrixlib.engine.checkpoint import host_copies
+from matrixlib.engine.checkpoint import Checkpoints, host_copies
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import load_tensors, named_tensors
 from matrixlib.engine.stats import Event, Message
@@ -39,6 +39,9 @@ class StrengthMatch:
                 self.record = {"name": options.anchor, "engine": engine[0]} if engine else {}
         except EngineError as error:
             raise RunError(f"validation.strength.anchor: {error}") from error
+        begun = Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps()
+        if not options.anchor and begun and not self._path.exists():
+            raise RunError(self._lost())
         if options.anchor and not self.record:
             self._anchor = load(options.anchor, device=data.runtime.device, compile=False, task=config.task)
             self.record = {"name": options.anchor, "sha256": self._anchor.sha256}
@@ -79,14 +82,17 @@ class StrengthMatch:
     def _player(self, net: Network) -> Player:
         return search_player(self._game.game, Evaluator(net), self._options.simulations, SearchOptions(leaves=1))
 
+    def _lost(self) -> str:
+        return (
+            f"{self._path} is missing, the run's first weights, against which validation.strength plays; a run that "
+            "began without matches has none: bring it back, name an anchor, or set validation.strength.every to 0"
+        )
+
     def _network(self, data: RunData) -> Network:
         """The anchor's; RunError if the first weights are gone."""
         if self._anchor is None:
             if not self._path.exists():
-                raise RunError(
-                    f"{self._path} is missing, the network that validation.strength plays against: bring it back, name "
-                    "an anchor, or set validation.strength.every to 0"
-                )
+                raise RunError(self._lost())
             model = data.task.build_model()
             load_tensors(model, safetensors.torch.load_file(self._path))
             self._anchor = data.spec.network(model, data.config, data.runtime)

@@ -131,10 +131,12 @@ def _search(cells: I8, rows: I64, columns: I64, counts: I64, limit: Int, grids: 
     columns (n,): bits of their digits. The first are written to `grids`; counts (n, n, n): completions with each digit
     in each cell."""
     n = len(cells)
-    row, column, fewest, left = -1, -1, n + 1, 0
+    row, column, fewest = -1, -1, n + 1
+    left: Int = 0
     for r, c in np.ndindex(n, n):
         if cells[r, c] < 0:
-            options, number = ~(rows[r] | columns[c]), 0
+            options: Int = ~(rows[r] | columns[c])
+            number: Int = 0
             for digit in range(n):
                 number += options >> digit & 1
             if number < fewest:
@@ -161,8 +163,8 @@ def _complete(puzzle: np.ndarray, limit: int, grids: np.ndarray) -> tuple[np.nda
     """(counts, number) of `_search`."""
     n = len(puzzle)
     bits = np.where(puzzle < 0, 0, 1 << np.maximum(puzzle, 0).astype(np.int64))
-    counts, used = np.zeros((n, n, n), np.int64), [np.bitwise_or.reduce(bits, axis) for axis in (1, 0)]
-    return counts, int(_search(puzzle.astype(np.int8), *used, counts, limit, grids, 0))
+    counts, rows, columns = np.zeros((n, n, n), np.int64), np.bitwise_or.reduce(bits, 1), np.bitwise_or.reduce(bits, 0)
+    return counts, int(_search(puzzle.astype(np.int8), rows, columns, counts, limit, grids, 0))
 
 
 def every(size: int) -> np.ndarray:

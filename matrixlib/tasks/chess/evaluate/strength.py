@@ -28,7 +28,8 @@ RESERVED_NAMES = ("network", "Stockfish")  # players are called "network 100", "
 
 
 def network_player(net: Net, simulations: int) -> Player:
-    """Player of the best move of a search without noise; 0 simulations: the policy's best move."""
+    """Player of the best move of a search without noise; 0 simulations: the policy's best move, or a mate
+    in one."""
     return search_player(ChessGame(), Evaluator(net), simulations, MATCH_SEARCH)
 
 
@@ -47,9 +48,9 @@ def capture_player(seed: int) -> Player:
     return play
 
 
-def check_engines(texts: Sequence[str]) -> None:
-    """Start every engine, and ask it for a first move; errors of `running_engine`."""
-    for text in texts:
+def check_engines(texts: Sequence[str], elos: Sequence[int] = ()) -> None:
+    """Start every engine, and Stockfish with each UCI_Elo, and ask it for a first move; errors of `running_engine`."""
+    for text in (*texts, *(f"stockfish nodes=1 UCI_LimitStrength=true UCI_Elo={elo}" for elo in elos)):
         with running_engine(text):
             pass
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from matrixlib.files import from_home
 from matrixlib.play.match import EngineError
 
 MATE = 32000  # a mate in k moves is the score sign * (MATE - k)
@@ -108,7 +109,8 @@ def read_setup(text: str, limited: bool = True) -> EngineSetup:
         )
     values = {name: int(value) if re.fullmatch(r"-?\d+", value) else value for name, _, value in options}
     limit = " ".join(words[at : at + 1]).replace("=", " ")
-    return EngineSetup((find_program(words[0]) or words[0], *words[1:at]), limit, values)
+    program = str(from_home(words[0]))
+    return EngineSetup((find_program(program) or program, *words[1:at]), limit, values)
 
 
 class Engine:
@@ -130,7 +132,9 @@ class Engine:
         command = [*(["node"] if Path(command[0]).suffix == ".js" else []), *command]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=null, encoding="utf-8", errors="replace", bufsize=1
+            )
         except OSError as error:
             raise EngineError(f"{' '.join(command)} cannot be started: {error}") from error
         try:
@@ -200,7 +204,7 @@ class Engine:
 
     def best_move(self, position: str, limit: str) -> str:
         """The move that the engine plays; at limited strength often not that of its best line. See `search`."""
-        move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].split()[1]
+        move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].partition(" ")[2].partition(" ")[0]
         if move in ("(none)", "0000"):
             raise self._no_move(position)
         return move
