@@ -47,9 +47,7 @@ class StrengthMatch:
             self.record = {"name": options.anchor, "sha256": self._anchor.sha256}
         if before and self.record != before and self.record.get("sha256", "") != before.get("sha256"):
             was = ", ".join(before.values())
-            raise RunError(
-                f"anchor '{options.anchor}' is not that of run '{folder.name}' ({was}); give another run name"
-            )
+            raise RunError(f"anchor '{options.anchor}' is not that of run '{folder.name}' ({was}): name another run")
 
     def __call__(
         self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None], messages: list[Message]
