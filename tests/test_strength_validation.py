@@ -168,7 +168,7 @@ def test_a_start_that_is_gone_and_tasks_that_are_no_games(reports: Path) -> None
     with pytest.raises(RunError, match=r"start\.safetensors is missing, the run's first weights"):
         train("gone", MATCHES)
     train("late", {"every": 0}, until=5)
-    with pytest.raises(RunError, match="a run that began without matches has none: .* name an anchor"):
+    with pytest.raises(RunError, match=r"a run that began without matches has none: .* name an anchor"):
         runs.open_run(run="late", overrides=merge(PLAIN, {"validation": {"strength": MATCHES}}))
     with pytest.raises(ConfigError, match=r"'validation\.strength\.every': latin is no game for two; set it to 0"):
         load_config("latin_demo", {"validation": {"strength": {"every": 5}}})
