@@ -35,9 +35,12 @@ MARK = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND d
 MISSING = "the file is missing"
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 BUSY_SECONDS = 30.0
+MIN_SHARDS = 9  # of a source and split, to look for outliers
+OUTLIER_Z = 6.0  # robust standard deviations
 
 State = Literal["healthy", "quarantined"]
 Log = tuple[str, int, Mapping[str, Any]]  # of an import: its name, step and JSON data
+Figures = Callable[[Mapping[str, Any]], Mapping[str, float]]  # quality -> what is compared; nan where unknown
 
 
 class CatalogueError(ValueError):
@@ -400,3 +403,29 @@ def _write(path: Path, rows: Iterable[ShardRow], logs: Iterable[Log]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def outlier_scores(rows: Iterable[ShardRow], figures: Figures) -> Any:
+    """DataFrame of robust z-scores of each shard's figures, (x - median) / scale, by shard name; only in groups of
+    source and split with MIN_SHARDS shards. scale: 1.4826 * MAD, at least 2 % of the median and 0.01."""
+    from pandas import DataFrame  # only imports need it
+
+    measured = [row for row in rows if row.state == "healthy" and row.quality]
+    table = DataFrame([figures(row.quality) for row in measured], [row.name for row in measured], dtype=float)
+    groups = [[row.source for row in measured], [row.split for row in measured]]
+    middle = table.groupby(groups).transform("median")
+    scale = 1.4826 * (table - middle).abs().groupby(groups).transform("median")
+    far = (table - middle) / scale.clip(lower=(0.02 * middle.abs()).clip(lower=0.01))
+    return far[(table.assign(n=1.0).groupby(groups)["n"].transform("sum") >= MIN_SHARDS).to_numpy(bool)]
+
+
+def mark_outliers(catalogue: Catalogue, names: Sequence[str], figures: Figures) -> list[str]:
+    """Store the outlying figures of these shards in the catalogue ("outliers": figure -> z); returns them as text."""
+    rows = {row.name: row for row in catalogue.shards()}
+    found, lines = outlier_scores(rows.values(), figures), []
+    for name in filter(set(names).__contains__, found.index):
+        far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > OUTLIER_Z}
+        if far:
+            catalogue.set_quality(name, {**rows[name].quality, "outliers": far})
+            lines.append(f"{name}: " + ", ".join(f"{figure} (z {z:+.1f})" for figure, z in far.items()))
+    return lines

@@ -89,7 +89,7 @@ class ParseResult:
         self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
 
     def result(self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None) -> Self:
-        """Finish. stored: by default the number of positions in the batch. ValueError if the counts do not add up."""
+        """Finish. stored: by default the number of positions in the batch."""
         positions = len(batch["records"])
         self.batch, self.entries, self.rows = batch, entries, rows
         self.part = replace(self.part, data=b"")  # workers need not send it back
@@ -97,10 +97,8 @@ class ParseResult:
         self.refused.sort(key=lambda entry: entry.entry)
         self.skipped, self.warned = +self.skipped, +self.warned
         counted = self.stored + len(self.refused) + self.skipped.total()
-        if entries != counted:
-            raise ValueError(f"{entries} entries were read and {counted} are accounted for")
-        if rows is not None and (len(rows) != self.stored or rows.sum() != positions):
-            raise ValueError(f"the rows of {len(rows)} entries do not add up to {positions} positions")
+        assert entries == counted, f"{entries} entries were read and {counted} are accounted for"
+        assert rows is None or (len(rows), rows.sum()) == (self.stored, positions), "rows of entries do not add up"
         return self
 
 

@@ -27,9 +27,7 @@ class CurriculumConfig(Section):
     metric: str = option("", "metric of `adaptive`: " + VALIDATED)
     up: Real = option(0.4, "`adaptive`: next phase when the metric is at least this (a loss: at most), ...")
     patience: Count = option(2, "... in this many validations in a row")
-    down: Real = option(
-        0.2, "`adaptive`: previous phase when the metric is below this (a loss: above), as often in a row"
-    )
+    down: Real = option(0.2, "`adaptive`: previous phase when it is below this (a loss: above), as often in a row")
     dwell: Count = option(2, "`adaptive`: validations in a phase before it may change")
     longest: CountOrZero = option(0, "`adaptive`: most validations in a phase; 0 = no limit")
 

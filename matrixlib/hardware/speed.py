@@ -3,17 +3,12 @@
 torch is imported inside functions.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from matrixlib.hardware.backend import synchronize
-
-if TYPE_CHECKING:
-    import torch
 
 SIDES = (1024, 2048, 4096, 8192)
 REPEAT = 10
@@ -106,7 +101,7 @@ def _best(kinds: Kinds, device: str, threads: int, seconds: float) -> dict[str, 
         torch.set_num_threads(before)
 
 
-def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
+def _product(device: str, dtype: Any, n: int) -> tuple[float, Callable[[], object]]:
     """(FLOP, call) of a square matrix product.
 
     Random numbers: constant ones draw so little power that a GPU clocks an eighth higher.
@@ -117,7 +112,7 @@ def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[
     return 2.0 * n**3, lambda: torch.mm(a, b)
 
 
-def _convolution(device: str, dtype: torch.dtype, boards: int) -> tuple[float, Callable[[], object]]:
+def _convolution(device: str, dtype: Any, boards: int) -> tuple[float, Callable[[], object]]:
     """(FLOP, call) of a 3x3 convolution on `boards` boards with 96 channels, forward and backward."""
     import torch
     from torch.nn import functional
@@ -127,7 +122,7 @@ def _convolution(device: str, dtype: torch.dtype, boards: int) -> tuple[float, C
     return flops, lambda: torch.autograd.grad(functional.conv2d(x, w, padding=1).sum(), (x, w))
 
 
-def _noise(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def _noise(device: str, dtype: Any, *shape: int) -> Any:
     """Normal numbers from a separate stream, not a run's."""
     import torch
 

@@ -96,9 +96,7 @@ def source_weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], A
         tensors = {name: tensor.contiguous() for name, tensor in net.model.state_dict().items()}
         counts = [count for name, count in tensors.items() if name.endswith("num_batches_tracked")]
         if getattr(options, "encoding", "") == "lc0" and not all(counts):
-            raise RunError(
-                f"train.init: '{source}' has its batch norm folded in, so it can be played, not trained further"
-            )
+            raise RunError(f"train.init: '{source}' has its batch norm folded in, so it can be played, not trained on")
         return tensors, options, file_hash(folder), set()
     given = parse_config(*read_run_config(folder), config.task)
     if given.task != config.task:

@@ -19,9 +19,7 @@ class LatinDataConfig(DataConfig):
 
 
 class SizeStages(StagesConfig):
-    stages: tuple[tuple[LatinSize, LatinSize], ...] = option(
-        ((3, 3), (3, 4), (3, 5)), "smallest and largest grid of a stage"
-    )
+    stages: tuple[tuple[LatinSize, LatinSize], ...] = option(((3, 3), (3, 4), (3, 5)), "smallest and largest grid")
     fractions: tuple[Fraction, ...] = option((0.1, 0.2, 0.7), "share of the updates that each stage lasts; sum is 1")
 
 

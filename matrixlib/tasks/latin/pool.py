@@ -18,8 +18,7 @@ from filelock import FileLock
 from numba import uint64
 from numpy.typing import NDArray
 
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.outliers import mark_outliers
+from matrixlib.data.catalogue import Catalogue, mark_outliers
 from matrixlib.data.shards import Layout, Shard, ShardError, write_shard
 from matrixlib.hardware.kernels import kernel
 from matrixlib.tasks.latin.vocabulary import SIDE
@@ -290,7 +289,7 @@ def quality(records: np.ndarray) -> dict[str, float]:
 
 
 def compared(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `quality` for `data.outliers`."""
+    """Those of `quality` for `mark_outliers`."""
     return {name: figures.get(name, np.nan) for name in ("latin", "distinct", "entropy")}
 
 

@@ -38,9 +38,7 @@ class MeleeModelConfig(Section):
     width: Width = option(256, "width of the trunk")
     layers: Depth = option(2, "layers of the trunk; of `residual` and `transformer`, blocks")
     heads: Width = option(4, "attention heads of the transformer")
-    norm: Literal["layer", "rms"] = option(
-        "layer", "LayerNorm or RMSNorm; of `mlp`, between a layer and its activation"
-    )
+    norm: Literal["layer", "rms"] = option("layer", "LayerNorm or RMSNorm; of `mlp`, before each activation")
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in the trunk")
     embedding: Width = option(64, "embedding size of actions and characters")
     head_width: Annotated[int, Field(ge=2)] = option(64, "hidden units of each controller head; half for the shoulder")

@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from matrixlib.data.catalogue import NAME, Catalogue
+from matrixlib.data.catalogue import NAME, Catalogue, mark_outliers
 from matrixlib.data.imports import ImportReport, ParseResult, Part, Storage, files_of, hash_of, import_each, import_logs
-from matrixlib.data.outliers import mark_outliers
 from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, write_shard
 from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER
@@ -89,7 +88,7 @@ def import_replays(paths: Path | str | Iterable[Path | str], folder: Path | str,
 
 
 def compared(quality: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of a shard that `data.outliers` compares, from its `windows.figures`: own frames a row, rate of each
+    """Figures of a shard that `mark_outliers` compares, from its `windows.figures`: own frames a row, rate of each
     button, entropy of each axis and of the shoulder (nats)."""
     from scipy.stats import entropy  # takes a second to import
 

@@ -73,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "else `shipped`, the network of the package",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument(
-        "--simulations", type=int, default=0, help="maximum simulations per move; 0: as the clock allows"
-    )
+    parser.add_argument("--simulations", type=int, default=0, help="most simulations per move; 0: as the clock allows")
     flags = parser.parse_args(arguments)
     set_waiting_policy()
     try:
