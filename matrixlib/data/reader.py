@@ -86,19 +86,26 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
     return touched
 
 
-def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
-    """Copies of row rows[i] of open shard which[i], (B,) each. UnreadableRows if a file changed since its check."""
+def gather(
+    shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout, earlier: np.ndarray, most: int
+) -> Batch:
+    """Copies of row rows[i] of open shard which[i], (B,) each; with `most` > 0 also `before` (B, most): records of the
+    earlier[i] rows before it, newest first, then zeros. UnreadableRows if a file changed since its check."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
     def copy(name: str, dtype: np.dtype, start: np.ndarray, length: np.ndarray, place: np.ndarray, size: int) -> None:
-        out[name], width = np.empty(size, dtype), dtype.itemsize
+        out[name], width = np.zeros(size, dtype), dtype.itemsize
         target, start, length, place = out[name].view(np.uint8), start * width, length * width, place * width
         for shard, part in parts:
             _copy(shard.arrays[name].view(np.uint8), start[part], length[part], place[part], target)
 
     count = len(rows)
-    copy("records", layout.record, rows, np.ones(count, np.int64), np.arange(count), count)
+    place = np.arange(count) * (most + 1) + most - earlier  # in lines of most + 1 records, oldest first
+    copy("records", layout.record, rows - earlier, earlier + 1, place, count * (most + 1))
+    if most:
+        lines = out["records"].reshape(count, most + 1)
+        out["records"], out["before"] = lines[:, most].copy(), lines[:, most - 1 :: -1]
     for group, members in layout.ragged.items():
         start, length = np.empty((2, count), np.int64)
         for shard, part in parts:
@@ -119,8 +126,9 @@ class Reader:
     """Rows of several shards by one running number. Each worker maps shards lazily.
 
     by_source: shards of a source are consecutive, and rows are replaced within their source. sidecars: provide
-    `sidecar` (B,). keep_open: remote shards kept open (0: all). A row of a corrupt block is replaced by the same row of
-    the next intact block (cyclic), so batches depend on the files alone.
+    `sidecar` (B,). keep_open: remote shards kept open (0: all). before: at most BLOCK; provide `before` (B, before),
+    records of the rows before each in its shard, newest first, zeros where there is none. A row of a corrupt block is
+    replaced by the same row of the next intact block (cyclic), so batches depend on the files alone.
     """
 
     def __init__(
@@ -131,11 +139,13 @@ class Reader:
         by_source: bool = False,
         sidecars: Sidecars | None = None,
         keep_open: int = 0,
+        before: int = 0,
     ) -> None:
         self.shards, self.layout = tuple(shards), layout
         # pickled with its file system, as a worker's configuration may differ
         self.remote = None if shards[0].remote is None else Remote.open(shards[0].remote)
         self._keep = 0 if self.remote is None else keep_open
+        self._before = before
         self._sidecars: Reader | None = None
         if sidecars is not None:
             beside = [replace(row, path=sidecars.paths.get(row.name, Path()), remote=None) for row in shards]
@@ -208,7 +218,10 @@ class Reader:
     def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
         shards = self.shards_of(rows)
         self._close(shards)
-        for block in np.unique(blocks[~self._checked[blocks]]).tolist():
+        within = rows - self.first[blocks]
+        earlier = np.minimum(np.where(self._bad[blocks - 1], within, rows - self.start[shards]), self._before)
+        used = np.append(blocks, blocks[earlier > within] - 1)
+        for block in np.unique(used[~self._checked[used]]).tolist():
             i = int(self.shards_of(self.first[block]))
             shard = self._opened(i)
             try:
@@ -219,7 +232,7 @@ class Reader:
             self._resident += shard.bytes // shard.blocks
         self._touched.update(np.unique(shards).tolist())
         self._resident += len(rows) * ROW_BYTES
-        batch = gather(self._open, shards, rows - self.start[shards], self.layout)
+        batch = gather(self._open, shards, rows - self.start[shards], self.layout, earlier, self._before)
         self._release()
         if self._sidecars is not None:
             batch["sidecar"] = self._sidecars._read(rows, blocks)["records"]

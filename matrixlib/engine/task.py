@@ -36,10 +36,11 @@ class Task(Protocol):
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored rows to training arrays, augmented; runs in loader workers.
 
-        batch: `records` (B,) structured, and the task's ragged members. Returns arrays with leading dimension B, none
-        structured, none uint16/32/64 (torch cannot collate or shift them). All randomness comes from `rng`, and each
-        draw (random, integers, normal, standard_normal, uniform) has leading size B, so that ranks get the numbers of
-        their own rows.
+        batch: `records` (B,) structured, and the task's ragged members; of a task with an attribute `history` H > 0
+        also `before` (B, H), records of the rows before each in its shard (`data.reader.Reader`). Returns arrays with
+        leading dimension B, none structured, none uint16/32/64 (torch cannot collate or shift them). All randomness
+        comes from `rng`, and each draw (random, integers, normal, standard_normal, uniform) has leading size B, so that
+        ranks get the numbers of their own rows.
         """
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:

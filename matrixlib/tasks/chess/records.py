@@ -48,6 +48,7 @@ HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 Batch = dict[str, np.ndarray]
 Records = NDArray[np.void]
 
+_SIDES = np.repeat(np.eye(2, dtype=np.uint8), 6, axis=0)
 _CORNERS = (chess.BB_H1, chess.BB_A1, chess.BB_H8, chess.BB_A8)
 
 
@@ -135,6 +136,30 @@ def batch_history(boards: Sequence[chess.Board], plies: int) -> Past:
         past = positions_before(board, plies)[::-1]
         states[row, : len(past)], known[row] = past, len(past)
     return Past(states, known)
+
+
+def stored_history(batch: Batch) -> Past | None:
+    """History of the `records` (B,) of a batch in the rows `before` each (B, H), None if it has none: back to where the
+    row before is not of the same game, a ply and a move earlier. Zeros for what is unknown."""
+    if "before" not in batch:
+        return None
+    line = np.concatenate([batch["records"][:, None], batch["before"]], axis=1)
+    new, states = line[:, :-1], line[:, 1:].copy()
+    linked = (states["game"] == new["game"]) & (states["ply"] + np.uint16(1) == new["ply"])
+    linked &= _one_move_apart(bitboard.bitboards(line["pieces"].reshape(-1, 32)).reshape(*line.shape, 12))
+    linked = np.logical_and.accumulate(linked, axis=1)
+    states[~linked] = np.zeros((), RECORD)
+    return Past(states, linked.sum(1))
+
+
+def _one_move_apart(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Whether boards of lines (B, H + 1, 12), newest first, can have come from the next ones by a move, (B, H): one or
+    two (castling) of the mover's men stand elsewhere, at most one of the others is gone. A position and its image with
+    swapped colours, which have one id (`position_ids`), are not."""
+    old, new = boards[:, 1:].byteswap(), np.roll(boards[:, :-1], 6, axis=2)  # the mover's first
+    gone, come = (np.bitwise_count(men) @ _SIDES for men in (old & ~new, new & ~old))
+    moved: NDArray[np.bool_] = (gone[..., 0] == come[..., 0]) & (gone[..., 0] - 1 < 2)
+    return moved & (gone[..., 1] < 2) & (come[..., 1] == 0)
 
 
 def _before_double_step(board: chess.Board) -> Records:
@@ -284,10 +309,10 @@ mirror_index = _symmetry_table(-1, 1, 7)  # (4672,): policy index after left-rig
 
 
 def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Nibbles (N, 32) with mirrored files."""
+    """Nibbles (..., 32) with mirrored files."""
     ranks = pieces.reshape(-1, 8, 4)[:, :, ::-1]
     swapped: NDArray[np.uint8] = (ranks >> np.uint8(4)) | (ranks << np.uint8(4))
-    return swapped.reshape(-1, 32)
+    return swapped.reshape(pieces.shape)
 
 
 def mirror_files(files: NDArray[np.int8]) -> NDArray[np.int8]:
@@ -295,20 +320,26 @@ def mirror_files(files: NDArray[np.int8]) -> NDArray[np.int8]:
     return np.where(files >= 0, 7 - files, files)
 
 
+def mirror_records(records: Records, rows: NDArray[np.bool_]) -> Records:
+    """Records (B, ...) with those of a mask (B,) mirrored."""
+    records = records.copy()
+    records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
+    records["en_passant"][rows] = mirror_files(records["en_passant"][rows])
+    return records
+
+
 def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     """Mirror the rows of a mask (B,) left-right: pieces, en-passant file, policy (with `policy_teacher` if present).
 
     Returns a new batch with sorted policy indices. ValueError for a row with castling rights: it has no mirror image.
     """
-    records = batch["records"].copy()
-    refused = np.flatnonzero(rows & (records["castling"] != 0))
+    refused = np.flatnonzero(rows & (batch["records"]["castling"] != 0))
     if len(refused):
         raise ValueError(f"row {refused[0]} has castling rights and cannot be mirrored: exclude it from rows")
-    records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
-    records["en_passant"][rows] = mirror_files(records["en_passant"][rows])
     index, weight = batch["policy_index"].copy(), batch["policy_weight"].copy()
     offset = batch["policy_offset"]
     bitboard.mirror_policy(index, weight, offset, rows, mirror_index)
+    records = mirror_records(batch["records"], rows)
     mirrored = {**batch, "records": records, "policy_index": index, "policy_weight": weight}
     if "policy_teacher" in batch:
         start = np.repeat(offset[:-1], np.diff(offset))

@@ -117,21 +117,26 @@ class ChessTask:
         teacher_policy, teacher_wdl: float32 (B, L), (B, 3), with a cached teacher.
         <head>: targets of each custom head.
 
-        With `data.mirror` half of the rows without castling rights are mirrored first. All random numbers are drawn
-        whether used or not.
+        With `data.mirror` half of the rows without castling rights, now and in their history, are mirrored first. All
+        random numbers are drawn whether used or not.
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
         data = self.config.data
         hidden = ssl.draw_hidden_squares(rng, rows, data.hidden_rows, data.hidden_squares)
-        batch = soft.unpack_outputs(batch)
+        batch, past = soft.unpack_outputs(batch), records.stored_history(batch)
         if data.mirror:
-            batch = records.mirror(batch, mirrored & (batch["records"]["castling"] == 0))
-        return self._packed(batch, hidden)
+            mirrored &= batch["records"]["castling"] == 0
+            if past is not None:
+                mirrored &= ~past.states["castling"].any(1)
+                past = Past(records.mirror_records(past.states, mirrored), past.known)
+            batch = records.mirror(batch, mirrored)
+        return self._packed(batch, hidden, past)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """`prepare` without augmentation: no mirroring, no hidden squares, so no items for the piece loss."""
-        return self._packed(soft.unpack_outputs(batch), np.zeros((len(batch["records"]), 8), np.uint8))
+        hidden, past = np.zeros((len(batch["records"]), 8), np.uint8), records.stored_history(batch)
+        return self._packed(soft.unpack_outputs(batch), hidden, past)
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -146,9 +151,9 @@ class ChessTask:
             "policy_index": _padded(index, offset, losses.PAD_INDEX, np.int16),
         }
 
-    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
+    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray, past: Past | None) -> dict[str, np.ndarray]:
         rows, offset = batch["records"], batch["policy_offset"]
-        out = self.inputs(rows, batch["policy_index"], offset) | {
+        out = self.inputs(rows, batch["policy_index"], offset, past) | {
             "policy_weight": _normalised(_padded(batch["policy_weight"], offset, 0, np.float32)),
             "wdl": _normalised(rows["wdl"].astype(np.float32)),
             "result": np.ascontiguousarray(rows["result"]),

@@ -23,7 +23,7 @@ from matrixlib.progress import live_bar
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
 from matrixlib.tasks.chess.distill import losses as soft
-from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
+from matrixlib.tasks.chess.evaluate.net import POSITION, Net
 from matrixlib.tasks.chess.losses import PAD_LOGIT
 from matrixlib.tasks.chess.model import tower_depth
 from matrixlib.tasks.chess.task import ChessTask
@@ -83,7 +83,7 @@ class ChessTeacher:
     def query(self, batch: Batch, blocks: Sequence[int] = ()) -> dict[str, Tensor]:
         """fp32 outputs on the device of the batch; no inference mode, as losses save them for their backward pass."""
         own, most, task = self.net.runtime.torch_device, self.net.serving.sizes[-1], self.net.task
-        inputs = {name: batch[name] for name in INPUTS}
+        inputs = {name: batch[name] for name in POSITION}
         names = frozenset({"policy", "value", *(("stream",) if blocks else ())})
         parts = []
         with torch.no_grad(), self.net.runtime.autocast():

@@ -10,7 +10,7 @@ import pandas as pd
 from matrixlib.data.loader import Loader
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import validate
-from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
+from matrixlib.tasks.chess.evaluate.net import INPUTS, POSITION, Net
 from matrixlib.tasks.chess.losses import value_target
 from matrixlib.tasks.chess.records import captured_value
 from matrixlib.tasks.spec import NoTargets
@@ -91,7 +91,7 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
     outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
     for batch in loader.sequential(batch_size, sample=sample):
         target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
-        out = net.predict({name: batch[name].numpy() for name in INPUTS})
+        out = net.predict({name: batch[name].numpy() for name in INPUTS if name in batch})
         value = out.get("wdl", np.repeat(out["value"][:, None], 3, axis=1))
         outputs.append(value[known.numpy()])
         targets.append(target[known].numpy())
@@ -126,7 +126,8 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
     parts = []
     for tensors in loader.sequential(batch_size, sample=sample):
         batch = {name: tensor.numpy() for name, tensor in tensors.items()}
-        own, theirs = (one.predict({name: batch[name] for name in INPUTS}) for one in (net, teacher))
+        own = net.predict({name: batch[name] for name in INPUTS if name in batch})
+        theirs = teacher.predict({name: batch[name] for name in POSITION})  # as it taught
         legal, labels = batch["policy_index"] >= 0, batch["policy_weight"]
         share = np.exp(np.where(legal, theirs["policy"], -np.inf))
         values = (

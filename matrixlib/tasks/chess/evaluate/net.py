@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from matrixlib.play.search import SearchResult
 
 BOARDS_PER_BATCH = 512
-INPUTS = ("pieces", "state", "policy_index")
+POSITION = ("pieces", "state", "policy_index")
 """Network inputs of a prepared batch. Networks with history fill it in by their own rule."""
+INPUTS = (*POSITION, "past", "past_state", "known")
+"""The same with those of the history, in batches of tasks that have one."""
 
 
 @dataclass(frozen=True)

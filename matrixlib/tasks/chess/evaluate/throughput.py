@@ -9,7 +9,7 @@ import pandas as pd
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.hardware import speed
-from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
+from matrixlib.tasks.chess.evaluate.net import POSITION, Net
 from matrixlib.tasks.chess.model import flops
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
@@ -39,7 +39,7 @@ def positions(net: Net, count: int) -> dict[str, np.ndarray]:
     """Inputs of `Net.predict` for held-out positions of the sample set."""
     loader = Loader(Catalogue(unpack_sample()).shards("validation"), LAYOUT, count, 0, net.task.prepare_plain)
     batch = next(iter(loader.sequential(count, sample=count)))
-    return {name: batch[name].numpy() for name in INPUTS}
+    return {name: batch[name].numpy() for name in POSITION}
 
 
 def table(speeds: pd.DataFrame) -> pd.DataFrame:

@@ -32,8 +32,8 @@ PAWN, KING, THEIR_PAWN = 0, 5, 6
 
 @dataclass(frozen=True)
 class Lc0Task(ChessTask):
-    """Chess task of a network with `encoding: lc0`. Stored rows are single positions, so in training its history, if it
-    sees any, is filled up."""
+    """Chess task of a network with `encoding: lc0`. The history that it may see is in training that of the rows before
+    each in its shard."""
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -72,7 +72,7 @@ def planes(batch: Mapping[str, Tensor], history: bool = True) -> Tensor:
 
     batch: `pieces` and `state` as in `ChessTask.prepare`; optionally the history, newest first, in the same form and
     each from its own side to move: `past` uint8 (B, H, 32), `past_state` int16 (B, H, 6), `known` int16 (B,) of H;
-    optionally `hidden` uint8 (B, 8), squares that look empty.
+    optionally `hidden` uint8 (B, 8), squares that look empty, on all boards.
 
     Per board, newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 repetition. 104-107 castling rights (our queen's side,
     our king's, theirs), 108 Black to move, 109 half-move clock / 100 (weights in files are for Lc0's undivided one),
@@ -87,11 +87,11 @@ def planes(batch: Mapping[str, Tensor], history: bool = True) -> Tensor:
         known = state[:, 0, SIDE].long() * 0
     side = state[:, :1, SIDE]
     own = unpack_pieces(pieces.flatten(0, 1)).unflatten(0, pieces.shape[:2])
-    if "hidden" in batch:
-        own = torch.where(unpack_maps(batch["hidden"]).flatten(1)[:, None] > 0, EMPTY, own)
     boards, repeated = _reorient(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
     if history:
         boards, repeated = _filled(own, state, known, boards, repeated)
+    if "hidden" in batch:
+        boards = torch.where(unpack_maps(batch["hidden"]).flatten(1)[:, None] > 0, EMPTY, boards)
     classes = torch.arange(EMPTY, dtype=torch.uint8, device=boards.device)
     occupied = boards[:, :, None].eq(classes[:, None]).float()
     whole = repeated.gt(0).float()[:, :, None, None].expand(-1, -1, -1, 64)
