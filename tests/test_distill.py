@@ -235,8 +235,8 @@ class Taught(ChessTask):
 
     network: ChessTeacher
 
-    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
-        arrays = super()._packed(batch, hidden)
+    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray, past: Any) -> dict[str, np.ndarray]:
+        arrays = super()._packed(batch, hidden, past)
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         rows = [self.network(slice_batch(batch, k, k + 1), 0.7) for k in range(len(arrays["pieces"]))]
         return {name: torch.cat([row[name] for row in rows]).numpy() for name in rows[0]}  # alike in any batch

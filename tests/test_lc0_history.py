@@ -21,7 +21,7 @@ import matrixlib
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.imports import Part
 from matrixlib.data.loader import Loader
-from matrixlib.data.shards import Batch, concat, select, write_shard
+from matrixlib.data.shards import Batch, select, write_shard
 from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.evaluate.held_out import agreement, reliability
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
@@ -29,7 +29,7 @@ from matrixlib.tasks.chess.game import training_batch
 from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.lc0.network import planes
-from matrixlib.tasks.chess.records import LAYOUT, batch_history, from_boards, legal_indices, stored_history, to_board
+from matrixlib.tasks.chess.records import LAYOUT, batch_history, from_boards, legal_indices, stored_history
 
 META = {"source": "pgn", "generator": "test", "seed": 0, "split": "train", "created": "2026-01-02T03:04:05Z"}
 PLIES = 7
@@ -271,12 +271,6 @@ def imported(games: Games, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
-@pytest.fixture
-def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "reports"))
-    return tmp_path / "reports"
-
-
 def begun(name: str, folder: Path, history: bool = True, **train: Any) -> Any:
     import test_lc0_train
 
@@ -337,8 +331,3 @@ def test_single_positions_are_trained_on_as_before(reports: Path) -> None:
         assert len(losses(run, 2)) == 2
         first = {name: batch[name][known == 0] for name in ("pieces", "state")}
         assert torch.equal(batch["planes"][known == 0], run.task.planes(first))
-
-
-def test_boards_of_the_rows_are_the_games(games: Games) -> None:
-    assert [to_board(row).board_fen() for row in games.rows["records"]] == [b.board_fen() for b in games.boards]
-    assert len(concat([games.rows, games.rows], LAYOUT)["records"]) == 2 * len(games.boards)

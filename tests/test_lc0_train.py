@@ -91,9 +91,9 @@ def test_frozen_parts_stay_as_they_are(stop: int) -> None:
 @pytest.mark.usefixtures("reports")
 def test_an_unknown_part_cannot_be_frozen() -> None:
     with pytest.raises(ValueError, match=r"train.freeze: the network has no part 'body'; its parts are stem, tower, "):
-        opened("unknown", freeze=["body"])
+        _ = opened("unknown", freeze=["body"]).trainer
     with pytest.raises(ValueError, match="no trainable parameter"):
-        opened("whole", freeze=["stem", "tower", "policy_head", "value_head", "ssl_heads", "auxiliary"])
+        _ = opened("whole", freeze=["stem", "tower", "policy_head", "value_head", "ssl_heads", "auxiliary"]).trainer
 
 
 def games(count: int, plies: int) -> list[chess.Board]:

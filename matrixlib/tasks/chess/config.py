@@ -87,7 +87,9 @@ class ModelConfig(Section):
         "oriented", "input planes and policy encoding; `lc0`: a network that Lc0 runs (guide lc0)"
     )
     history: bool = option(
-        False, "`lc0` networks see the seven positions before (in training unknown, so filled up); false: only this one"
+        False,
+        "`lc0` networks see the seven positions before, in training as far as the game's rows are stored one after "
+        "another; false: only this one",
     )
     channels: Width = option(48, "trunk width")
     blocks: Annotated[int, Field(ge=0, le=1024)] = option(6, "residual blocks")
