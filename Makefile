@@ -25,7 +25,7 @@ help:
 	@echo 'make train-resume   resume the newest unfinished training, of any preset'
 	@echo 'make train-full     train params/small.yaml, for a GPU (both: STEPS=, TARGET_LOSS=)'
 	@echo 'make lab            JupyterLab, on copies of the notebooks in reports/lab/'
-	@echo 'make cycle          self-play (params/cycle/quick.yaml) from random weights or START=run, about half an hour'
+	@echo 'make cycle          self-play (params/cycle/) from random weights, or on from START=run; about half an hour'
 	@echo 'make latin          train params/latin_quick.yaml on Latin squares and evaluate it, a few minutes; resumes when stopped'
 	@echo 'make generate-data  make a training set with Stockfish: 1,000 games, or GAMES=; resumes when stopped'
 	@echo 'make report         write report.html of every run again, or of RUN='
@@ -97,11 +97,11 @@ generate-data: $(STAMP)
 	$(BIN)/papermill notebooks/sample.ipynb reports/sample/sample.ipynb -p games $(call quote,$(GAMES)) -p games_per_chunk 20 \
 		--no-progress-bar --stdout-file - --stderr-file -
 
-CYCLE = cycle-quick$(if $(START),-$(notdir $(START)))
+CYCLE = cycle-$(if $(START),further-$(notdir $(START)),quick)
 cycle: $(STAMP)
 	@mkdir -p $(call quote,reports/$(CYCLE))
-	$(BIN)/papermill notebooks/cycle.ipynb $(call quote,reports/$(CYCLE)/cycle.ipynb) -p preset quick -p cycle $(call quote,$(CYCLE)) \
-		$(if $(START),-y $(call quote,overrides: {start: "$(START)"})) --no-progress-bar --stdout-file - --stderr-file -
+	$(BIN)/papermill notebooks/cycle.ipynb $(call quote,reports/$(CYCLE)/cycle.ipynb) -p preset $(if $(START),further,quick) \
+		-p cycle $(call quote,$(CYCLE)) $(if $(START),-y $(call quote,overrides: {start: "$(START)"})) --no-progress-bar --stdout-file - --stderr-file -
 
 latin: $(STAMP)
 	@mkdir -p reports/latin

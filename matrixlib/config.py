@@ -161,6 +161,7 @@ class TrainConfig(Section):
         "", "initial weights: a run, a checkpoint's folder, Lc0's `.pb.gz`, a Matrix0 `.pt`; empty = random"
     )
     init_partial: bool = option(False, "load only what fits by name and shape; the rest is listed")
+    freeze: tuple[str, ...] = option((), "parts of the network that stay as they are, such as [stem, tower.0]")
     batch_size: Rows = option(128, "positions in one update")
     micro_batch: Count | Auto = option("auto", "positions in one forward pass (gradient accumulation)")
     dropout_stages: tuple[Fraction, ...] = option(

@@ -111,6 +111,7 @@ def selfplay(folder: Path) -> dict[str, Any]:
         with np.load(path) as members:
             records = members["records"]
             columns = {name: records[name] for name in records.dtype.names if name != "game"}
+            columns["wdl"] = np.zeros_like(records["wdl"])  # unknown when the golden runs were recorded
             columns |= {name: members[name] for name in members if name.startswith("policy")}
             played = hashlib.sha256()
             for name in sorted(columns):

@@ -69,6 +69,33 @@ def made(form: str = "relu") -> Net:
     return Net(model, task, random_net().runtime)
 
 
+@pytest.mark.usefixtures("reports")
+@pytest.mark.parametrize("stop", [0, 7])
+def test_frozen_parts_stay_as_they_are(stop: int) -> None:
+    """Weights and the statistics of their norms; across validation, a resumed run and averages."""
+    run = opened("frozen", freeze=["stem", "tower.0"])
+    before = deepcopy(run.trainer.model.state_dict())
+    if stop:
+        with closing(run):
+            next(stats for stats in run.train() if stats.step == stop)
+        run = opened("frozen", freeze=["stem", "tower.0"])
+        assert run.trainer.step == stop
+    with closing(run):
+        assert [stats.step for stats in run.train()][-1] == 12
+        for after in (run.trainer.model.state_dict(), run.trainer.checkpoints.newest().tensors["ema"]):
+            for name, tensor in after.items():
+                held, plain = name.startswith(("stem.", "tower.0.")), name.endswith("order")
+                assert plain or torch.equal(tensor, before[name]) == held, name
+
+
+@pytest.mark.usefixtures("reports")
+def test_an_unknown_part_cannot_be_frozen() -> None:
+    with pytest.raises(ValueError, match=r"train.freeze: the network has no part 'body'; its parts are stem, tower, "):
+        opened("unknown", freeze=["body"])
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        opened("whole", freeze=["stem", "tower", "policy_head", "value_head", "ssl_heads", "auxiliary"])
+
+
 def games(count: int, plies: int) -> list[chess.Board]:
     """Positions after random plies, with their moves."""
     boards, rng = [], random.Random(7)

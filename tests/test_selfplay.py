@@ -9,6 +9,7 @@ from typing import Any
 import chess
 import numpy as np
 import pytest
+from scipy.special import rel_entr
 
 from matrixlib.config import ConfigError
 from matrixlib.data.shards import check
@@ -118,6 +119,47 @@ def test_late_temperature_under_gumbel(full_share: float) -> None:
         best = [t.moves[begin:end][t.policy[begin:end].argmax()] == t.line[row] for t, row, begin, end in rows]
         shares.append(float(np.mean(best)))
     assert shares[0] == 1 > shares[1] > shares[2]
+
+
+def test_surprising_positions_become_more_rows() -> None:
+    def play(share: float) -> list[Trace]:
+        options = changed(OPTIONS, surprise_share=share)
+        return list(play_games(GAME, uniform, range(80), options, SearchOptions(dirichlet_fraction=0.0)))
+
+    def surprise(trace: Trace) -> np.ndarray:
+        """KL divergence of each policy from the uniform one."""
+        parts = zip(trace.offsets[:-1], trace.offsets[1:], strict=True)
+        return np.array([rel_entr(trace.policy[a:b], 1 / (b - a)).sum() for a, b in parts])
+
+    plain, half, whole = play(0.0), play(0.5), play(1.0)
+    for trace in plain:
+        assert trace.copies.tolist() == trace.full.tolist()
+    for share, traces in ((0.5, half), (1.0, whole)):
+        assert [trace.line.tolist() for trace in traces] == [trace.line.tolist() for trace in plain], "the same games"
+        wanted, got, full = [], [], 0
+        for trace in traces:
+            gain = surprise(trace)[trace.full]
+            wanted += ((1 - share) + share * gain / gain.mean()).tolist() if gain.any() else [1.0] * len(gain)
+            got += trace.copies[trace.full].tolist()
+            assert not trace.copies[~trace.full].any()
+            full += len(gain)
+        assert (np.abs(np.array(got) - wanted) < 1).all(), "rounded up or down"
+        assert sum(got) == pytest.approx(full, rel=0.05), "as many rows in all"
+        assert max(got) > 1
+    spread = [np.var(np.concatenate([trace.copies[trace.full] for trace in traces])) for traces in (plain, half, whole)]
+    assert spread[0] == 0 < spread[1] < spread[2]
+
+
+@pytest.mark.parametrize("plies", [0.0, 1.0, 6.0])
+def test_value_targets_average_later_values(plies: float) -> None:
+    """By the definition: value k plies later, seen from here, weighs (1 - s) s^k, and the result the rest."""
+    share = plies / (plies + 1)
+    for trace in play_games(GAME, uniform, range(20), changed(OPTIONS, value_plies=plies)):
+        count = len(trace.line)
+        for i in range(count):
+            later = [(-1) ** k * trace.values[i + k] for k in range(count - i)]
+            total = sum((1 - share) * share**k * value for k, value in enumerate(later))
+            assert trace.targets[i] == pytest.approx(total + share ** (count - i) * trace.results()[i], abs=1e-5)
 
 
 def gloomy(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
@@ -255,6 +297,10 @@ def test_chess_games_become_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(records) == sum(t.full.sum() for t in traces)
     for trace in traces:
         rows = records[records["game"] == ids[trace.number]]
+        win, draw, loss = rows["wdl"].astype(float).T / 65535
+        assert win - loss == pytest.approx(trace.targets[trace.full], abs=1e-4)
+        assert win + draw + loss == pytest.approx(1)
+        assert not (win * loss).any(), "the draw has all that the value leaves"
         result = trace.results()[trace.full]
         assert rows["result"].tolist() == np.where(np.isnan(result), 2, result).tolist()
         assert (rows["pieces"] == trace.states["pieces"][trace.full]).all()

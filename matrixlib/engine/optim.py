@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,17 @@ class SGDParameters(nn.Module):
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's wrapper, whose state dict has no `_orig_mod.` prefix."""
     return cast(nn.Module, getattr(model, "_orig_mod", model))
+
+
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Freeze these parts of a network in training mode, with the statistics of their norms. ValueError for an unknown
+    part."""
+    for name in names:
+        try:
+            unwrap(model).get_submodule(name).requires_grad_(False).eval()
+        except AttributeError as error:
+            parts = ", ".join(part for part, _ in unwrap(model).named_children())
+            raise ValueError(f"train.freeze: the network has no part '{name}'; its parts are {parts}") from error
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

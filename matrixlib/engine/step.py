@@ -76,7 +76,7 @@ class Step:
         """A step of a run of `steps` updates; moves the model to the device and into training mode."""
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
-        plain.train()
+        optim.freeze(plain.train(), config.train.freeze)
         for name, tensor in optim.named_tensors(plain).items():
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} is in half precision; build networks in fp32, of which autocast takes care")

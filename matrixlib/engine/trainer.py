@@ -183,7 +183,7 @@ class Trainer:
     def _updates(self, stop: int | None) -> Generator[Stats]:
         if not self._between_updates and not self.resume() and not self._between_updates:  # interrupted half-way
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: reopen the run")
-        self.model.train()
+        optim.freeze(self.model.train(), self.config.train.freeze)
         self._memory.begin()
         self.write_heartbeat("training", force=True)
         self._advance()

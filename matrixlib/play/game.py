@@ -39,11 +39,11 @@ class Trace:
     """A finished self-play game: n positions with search results.
 
     line (n,): the moves played. policy and moves (K,): targets over the legal moves, row i at offsets[i]:offsets[i +
-    1]. values: the search's, simulations: number, full: whether it is a training position, all (n,). result: for the
-    side to move at the first position, None unknown. ending: how it came about: "normal" (by the rules), "resignation",
-    "adjudicated", the name of a judge of games cut off (chess: "tables", "material"), or "ply limit" (none). gave_up,
-    adjudged: rows where the rules of resignation and adjudication were met, -1 never; a game may be played out after
-    them.
+    1]. values: the search's, simulations: number, full: whether it is a training position, copies: how often, targets:
+    values that are learned beside the result, all (n,). result: for the side to move at the first position, None
+    unknown. ending: how it came about: "normal" (by the rules), "resignation", "adjudicated", the name of a judge of
+    games cut off (chess: "tables", "material"), or "ply limit" (none). gave_up, adjudged: rows where the rules of
+    resignation and adjudication were met, -1 never; a game may be played out after them.
     """
 
     number: int
@@ -55,6 +55,8 @@ class Trace:
     values: NDArray[np.float32]
     simulations: NDArray[np.int32]
     full: NDArray[np.bool_]
+    copies: NDArray[np.int64]
+    targets: NDArray[np.float32]
     result: float | None
     ending: str
     gave_up: int

@@ -55,7 +55,7 @@ def play_games(
         states = search.states[slots]
         values = game.terminal(states, np.diff(game.legal(states)[1]))
         for i, (slot, value) in enumerate(zip(slots, values, strict=True)):
-            trace = _trace(running[slot], float(value), options, states[i : i + 1], judges)
+            trace = _trace(running[slot], float(value), options, states[i : i + 1], judges, seed)
             if trace is not None:
                 yield trace
                 del running[slot]
@@ -120,8 +120,36 @@ def draw_move(result: SearchResult, temperature: float, rng: np.random.Generator
     return int(rng.choice(result.moves, p=weights / weights.sum()))
 
 
+def _copies(game: _GameInProgress, rng: np.random.Generator, share: float) -> NDArray[np.int64]:
+    """Training rows (n,) of each position, as many in all as fully searched positions on average: this share of them
+    in proportion to the KL divergence of the search's policy from the network's (policy surprise weighting,
+    https://github.com/lightvector/KataGo/blob/master/docs/KataGoMethods.md)."""
+    full = np.array(game.full, np.int64)
+    if not share or not full.any():
+        return full
+    gain = [_surprise(result) * once for result, once in zip(game.results, full, strict=True)]
+    mean = sum(gain) / full.sum()
+    wanted = full * (1 - share + share * (np.array(gain) / mean if mean > 0 else 1.0))
+    return (wanted + rng.random(len(full))).astype(np.int64)
+
+
+def _surprise(result: SearchResult) -> float:
+    """KL divergence of the search's policy from the network's, nats."""
+    policy, prior = (values[result.policy > 0].astype(np.float64) for values in (result.policy, result.prior))
+    return float((policy * np.log(policy / np.maximum(prior, np.finfo(np.float32).tiny))).sum())
+
+
+def _averaged(values: Values, end: float, plies: float) -> Values:
+    """Values (n,) averaged with later ones, on average `plies` later, with weights that fall exponentially; `end` for
+    the side to move at the last position is what follows it (TD(lambda), Sutton 1988)."""
+    share, later, out = plies / (plies + 1), -end, np.empty_like(values)
+    for i in reversed(range(len(values))):
+        later = out[i] = (1 - share) * values[i] - share * later
+    return out
+
+
 def _trace(
-    game: _GameInProgress, value: float, options: SelfPlayOptions, state: States, judges: Judges
+    game: _GameInProgress, value: float, options: SelfPlayOptions, state: States, judges: Judges, seed: int
 ) -> Trace | None:
     """The finished game, or None. value: for the side to move in the state (1,) reached, NaN while the rules let it go
     on."""
@@ -139,6 +167,8 @@ def _trace(
         result = None if np.isnan(value) else value * (-1) ** plies + 0.0
     else:
         return None
+    values = np.array([r.value for r in game.results], np.float32)
+    end = values[-1] if result is None else result * (-1) ** (plies - 1)
     return Trace(
         number=game.number,
         states=np.concatenate(game.states),
@@ -146,9 +176,11 @@ def _trace(
         offsets=np.cumsum([0, *(len(r.moves) for r in game.results)]),
         moves=np.concatenate([r.moves for r in game.results]),
         policy=np.concatenate([r.policy for r in game.results]),
-        values=np.array([r.value for r in game.results], np.float32),
+        values=values,
         simulations=np.array([r.simulations for r in game.results], np.int32),
         full=np.array(game.full),
+        copies=_copies(game, np.random.default_rng([seed, game.number, 0, 3]), options.surprise_share),
+        targets=_averaged(values, float(end), options.value_plies),
         result=result,
         ending=ending,
         gave_up=game.gave_up,
@@ -175,6 +207,12 @@ class SelfPlayOptions(OpeningOptions):
     late_temperature: NonNegative = option(0.0, "temperature of later plies")
     random_plies: tuple[CountOrZero, CountOrZero] = option(
         (0, 0), "fewest and most random plies at the start, after the opening"
+    )
+    surprise_share: Fraction = option(
+        0.0, "share of the training rows by how much the search changed the policy (KataGo: 0.5), the rest evenly"
+    )
+    value_plies: NonNegative = option(
+        0.0, "value targets average the search's values of so many plies ahead, exponentially; 0 = the position's own"
     )
     plies: Count = option(400, "longer games are cut off, without a result unless they can be judged")
     resign_below: Annotated[Real, Field(ge=-1, lt=0)] = option(-1.0, "resign below this value; -1 = never")

@@ -23,6 +23,7 @@ from matrixlib.tasks.chess.records import (
     LAYOUT,
     PIECE_VALUES,
     UNKNOWN,
+    WDL_SUM,
     from_boards,
     legal_indices,
     move_from_index,
@@ -163,21 +164,23 @@ def check_not_over(game: ChessGame, states: States) -> None:
 def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int) -> Batch:
     """Fully searched positions of games as records, with the search's policy and the game's result.
 
-    ids: game number -> game id. source: see `records.SOURCES`. Win-draw-loss stays unknown: a search value does not
-    tell the draw rate.
+    ids: game number -> game id. source: see `records.SOURCES`. Win-draw-loss is the search's value; as it does not tell
+    the draw rate, the draw has all that it leaves.
     """
     parts = []
     for trace in traces:
         records, result = trace.states.copy(), trace.results()
         records["result"] = np.where(np.isnan(result), UNKNOWN, result)
-        records["wdl"], records["source"], records["game"] = 0, source, ids[trace.number]
+        sure = np.rint(WDL_SUM * trace.targets[:, None] * (1, -1)).clip(0)
+        records["wdl"] = np.insert(sure, 1, WDL_SUM - sure.sum(1), axis=1)
+        records["source"], records["game"] = source, ids[trace.number]
         batch = {
             "records": records,
             "policy_offset": trace.offsets.astype("<i8"),
             "policy_index": trace.moves.astype("<u2"),
             "policy_weight": np.rint(trace.policy * 65535).astype("<u2"),
         }
-        parts.append(select(batch, np.flatnonzero(trace.full), LAYOUT))
+        parts.append(select(batch, np.repeat(np.arange(len(records)), trace.copies), LAYOUT))
     return concat(parts, LAYOUT)
 
 

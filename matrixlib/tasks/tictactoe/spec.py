@@ -331,7 +331,7 @@ class TicTacToeGameSpec(GameSpec):
             records["policy"][owner, trace.moves] = np.rint(trace.policy * 65535)
             records["result"] = np.where(np.isnan(result), UNKNOWN, result)
             records["game"] = ids[trace.number]
-            parts.append(records[trace.full])
+            parts.append(np.repeat(records, trace.copies))
         return {"records": np.concatenate(parts)}
 
     def keys(self, records: np.ndarray) -> np.ndarray:
