@@ -97,7 +97,7 @@ generate-data: $(STAMP)
 	$(BIN)/papermill notebooks/sample.ipynb reports/sample/sample.ipynb -p games $(call quote,$(GAMES)) -p games_per_chunk 20 \
 		--no-progress-bar --stdout-file - --stderr-file -
 
-CYCLE = cycle-$(if $(START),further-$(notdir $(START)),quick)
+CYCLE = cycle-$(if $(START),further-$(notdir $(START:/=)),quick)
 cycle: $(STAMP)
 	@mkdir -p $(call quote,reports/$(CYCLE))
 	$(BIN)/papermill notebooks/cycle.ipynb $(call quote,reports/$(CYCLE)/cycle.ipynb) -p preset $(if $(START),further,quick) \

@@ -15,7 +15,7 @@ import pytest
 import warm
 from jupyter_client.provisioning import local_provisioner
 
-from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 
 sys.modules.setdefault("rfc3987_syntax", None)  # two seconds, for checks of schemas' addresses
 pytest_plugins = ["nbval.plugin"]
@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def without_stockfish() -> str:
     """Why sample.ipynb can't be replayed here: its stored counts are those of one version of the engine."""
     try:
-        with Stockfish(find_stockfish()) as engine:
+        with Stockfish() as engine:
             version = engine.name
     except EngineError as error:
         return str(error)

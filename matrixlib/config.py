@@ -184,9 +184,11 @@ class StrengthConfig(OpeningOptions):
     """Matches of the network in training against an anchor; for games."""
 
     every: CountOrZero = option(0, "updates between matches; the last update has one, too; 0 = off")
-    anchor: str = option("", "opponent: a run, a checkpoint or a network's file; empty = the run's first weights")
+    anchor: str = option(
+        "", "a run, a checkpoint, a file or an engine (`toga2 depth=4`); empty = the run's first weights"
+    )
     pairs: Count = option(16, "pairs of games: one opening, sides swapped; the same openings each time")
-    simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
+    simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move, or a mate in one")
     random_plies: Count = option(6, "random plies of an opening where there is no file of them")
     plies: Count = option(240, "longer games are drawn")
 

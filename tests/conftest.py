@@ -14,7 +14,7 @@ import pytest
 import warm
 
 from matrixlib.runs import ending
-from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import Stockfish, find_program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,10 +100,10 @@ def stockfish(request: pytest.FixtureRequest) -> Path:
     path = os.environ.get("MATRIXLIB_STOCKFISH")
     if request.param == "current" and not path:
         pytest.skip("no current Stockfish: `npm install stockfish`, MATRIXLIB_STOCKFISH=.../stockfish-*-single.js")
-    try:
-        return find_stockfish(path if request.param == "current" else None)
-    except EngineError as error:
-        pytest.skip(str(error))
+    found = find_program(path if request.param == "current" and path else "stockfish")
+    if found is None:
+        pytest.skip("there is no Stockfish: `apt install stockfish`")
+    return Path(found)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def make_run(root: Path, name: str, started: str, **summary: Any) -> Path:
     record = {"kind": "train", "started": started, "requested": requested}
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "summary.json").write_text(json.dumps({"complete": True, "steps": 2, **summary}))
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with closing(MetricsLog(folder / "metrics.jsonl")) as log:
         for step in (1, 2):
             row = {"step": step, "loss": 4.0 - step, "losses": {"policy": 3.0}}
             log.write(row | {"grad_norm": 1.0, "seconds": 0.1})

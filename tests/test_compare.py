@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ def fake(
     write_json(folder / "run.json", {"preset": "demo", "requested": config.dump(requested), "catalogue": catalogue})
     (folder / "config.yaml").write_text(config.to_yaml(requested))
     validation = {"kind": "full", "loss": loss, "losses": {"policy": loss - 1, "value": 1.0}}
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with closing(MetricsLog(folder / "metrics.jsonl")) as log:
         for step in range(1, 11):
             row: dict[str, Any] = {"step": step, "loss": 4.0, "grad_norm": 1.0, "clip_share": 0.25}
             row |= {"skipped": 0, "overflows": 0, "seconds": 5.0 if step == 1 else 0.1}

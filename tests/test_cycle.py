@@ -1,5 +1,6 @@
 """The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the match alone."""
 
+import io
 import json
 import os
 import shutil
@@ -97,7 +98,7 @@ class Script:
         monkeypatch.setattr(runs, "open_run", self.open_run)
         monkeypatch.setattr(cycle_games, "play_part", self.play_part)
         monkeypatch.setattr(cycle_games, "newest_checkpoint", lambda *_: None)
-        monkeypatch.setattr(cycle.Cycle, "_on_new", lambda *_: {"new": 0.5})
+        monkeypatch.setattr(cycle.Cycle, "_on_games", lambda *_: {"new": 0.5})
         monkeypatch.setattr(cycle.Cycle, "_value_loss", lambda *_: {})
         self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
 
@@ -362,6 +363,12 @@ def test_the_scale_of_ratings_has_no_end(script: Script) -> None:
         cycle.open_cycle("demo", "cpu", "p", TINY)
 
 
+def test_who_lost_every_game_is_no_anchor(script: Script) -> None:
+    """Nor are those that it lost to beaten."""
+    generations = script.train("lost", "even")
+    assert [g.anchor_by for g in generations] == [0, 0]
+
+
 def test_a_generation_keeps_its_opponent_through_a_roll_back(script: Script) -> None:
     """Else one sequential test would be made of games against two networks."""
     with pytest.raises(KeyboardInterrupt):
@@ -456,6 +463,22 @@ def test_a_match_ends_when_the_test_decides(script: Script) -> None:
     (generation,) = script.cycle.train(1)
     assert (sum(generation.pairs("match")), script.cycle.best) == (32, 1)
     assert script.cycle.decisions()[0].reason.startswith("SPRT accepts early (the truth is less extreme): +")
+
+
+def test_held_out_games_are_measured_as_they_are(reports: Path) -> None:
+    """However surprising their positions are, which repeat in training."""
+    surprising = {**TINY["selfplay"], "surprise_share": 1.0, "full_share": 1.0}
+    config = load_cycle("demo", TINY | {"selfplay": surprising, "games": 20, "chunk": 20})
+    runtime = cycle.open_cycle("demo", "cpu", "c", TINY | {"selfplay": surprising}).runtime
+    stored = cycle_games.weights_of(reports / "c", config, 0)
+    tally, shards = cycle_games.play_chunk("c", config, runtime, Generation(number=1), 0, stored)
+    repeated = {}
+    for name, data in shards.items():
+        with np.load(io.BytesIO(data)) as members:
+            records = members["records"]
+        repeated[name.split("_")[-1]] = len(records) - len(np.unique(records))
+    assert repeated["validation.npz"] == 0 < repeated["train.npz"]
+    assert tally["games"] == 20
 
 
 def test_damaged_files_are_named(script: Script, reports: Path) -> None:
@@ -566,6 +589,8 @@ def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: 
     assert figures["by_source"].keys() == {folder, str(outside)}
     new = generation.new * figures["by_source"][folder]["positions"]  # type: ignore[operator]
     assert new == pytest.approx(round(new)), "a share of the games' positions alone"
+    assert generation.top1 == pytest.approx(figures["by_source"][folder]["top1"])
+    assert generation.top1 != pytest.approx(figures["top1"]), "the other data's"
     for sources, refusal in (({"sample": 0.5, "x": 0.5}, "leaves nothing for the games"), ({"sample": 0}, "sources")):
         with pytest.raises(config.ConfigError, match=refusal):
             cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": sources})
@@ -612,9 +637,12 @@ def test_a_cycle_begins_with_a_trained_network_and_keeps_it(reports: Path) -> No
     assert read_json(reports / "c" / "start.json")["source"] == "trained"
     with pytest.raises(cycle.CycleError, match="begun with another configuration"):
         cycle.open_cycle("demo", "cpu", "c", TINY | {"generations": 1})
-    (reports / "c" / cycle_games.START).unlink()
-    with pytest.raises(cycle.CycleError, match="bring it back"):
-        again._network(0)
+    kept = reports / "c" / cycle_games.START
+    kept.write_bytes(kept.read_bytes()[:-4] + bytes(4))
+    for _ in range(2):
+        with pytest.raises(cycle.CycleError, match=rf"{cycle_games.START} (is damaged|cannot be read).*bring it back"):
+            again._network(0)
+        kept.unlink(missing_ok=True)
 
 
 @pytest.mark.slow

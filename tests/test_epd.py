@@ -128,9 +128,9 @@ def fens(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_labels(tmp_path, engine: Stockfish):
+def test_labels(tmp_path, engine: Stockfish, stockfish: Path):
     lines = [*BAD_FENS, *POSITIONS, *LEFT_OUT_FENS]
-    whole = read_file(Labelled(str(engine.path)), fens(tmp_path, *lines))
+    whole = read_file(Labelled(str(stockfish)), fens(tmp_path, *lines))
     assert (whole.entries, whole.stored) == (len(lines), len(POSITIONS))
     assert [(item.entry, item.reason, item.text) for item in whole.refused] == [
         (number, reason, line) for number, (line, reason) in enumerate(BAD_FENS.items())

@@ -155,7 +155,7 @@ def file_cases(root: Path) -> Iterator[tuple[Path, Callable[[], Any]]]:
         yield path, partial(whole, path)
     for name in ("games.pgn", "games.pgn.gz", "puzzles.csv", "mates.epd"):
         path = root / name
-        yield path, lambda path=path: import_files(path, root / "in", reader_of(path), 1) and None
+        yield path, lambda path=path: import_files(path, root / "in", reader_of(path), workers=1) and None
     yield root / "puzzles.csv", lambda: read_puzzles(root / "puzzles.csv") and None
     yield root / "mates.epd", lambda: read_epd(root / "mates.epd") and None
 
@@ -350,7 +350,7 @@ def hostile_command(draw: random.Random, folder: Path) -> tuple[list[str], bytes
         sent = "\n".join(draw.sample(lines, len(lines))) + "\nquit\n"
         run = draw.choice(("done", "done", "done", word))
         return (
-            [*module, "matrixlib.tasks.chess.uci", f"--checkpoint={run}", "--device=cpu"],
+            [*module, "matrixlib.tasks.chess.uci.engine", f"--checkpoint={run}", "--device=cpu"],
             sent.encode(errors="replace"),
             {},
         )

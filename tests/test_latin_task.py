@@ -165,10 +165,12 @@ def test_uniform_predictions_satisfy_the_constraint_on_an_empty_grid() -> None:
     target = torch.from_numpy(pool.unpack(pool.pack(pool.every(4)[:2]), 4)).long()
     empty = torch.ones(2, 4, 4, dtype=torch.bool)
     empty[1, 3] = empty[1, :, 3] = False
-    assert losses.constraint_chance(target, empty, size) == pytest.approx(0, abs=1e-9)
+    possible = torch.arange(4) < size[:, None, None, None]
+    uniform = torch.where(possible, 0.0, losses.IMPOSSIBLE).expand(-1, 4, 4, -1).log_softmax(3)
+    assert losses.constraint_loss(uniform, target, empty, size)[0] == pytest.approx(0, abs=1e-9)
     half = empty.clone()
     half[:, ::2] = False
-    assert losses.constraint_chance(target, half, size) > 0.1
+    assert losses.constraint_loss(uniform, target, half, size)[0] > 0.1
 
 
 def test_smoothing_has_a_floor_and_a_target_below_it_is_refused() -> None:

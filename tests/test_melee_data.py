@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from melee_games import game
+from melee_sample import encode
 
 from matrixlib.config import ConfigError, validated
 from matrixlib.data.catalogue import Catalogue
@@ -19,7 +20,7 @@ from matrixlib.tasks.melee import columns, importer, replay
 from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, FIRST, LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.controller import HEADS
-from matrixlib.tasks.melee.importer import DAMAGED, SAMPLE, decode, encode, import_replays, threshold, unpack_sample
+from matrixlib.tasks.melee.importer import DAMAGED, SAMPLE, decode, import_replays, threshold, unpack_sample
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, last_rows, read
 from matrixlib.tasks.melee.spec import TASK
 from matrixlib.tasks.melee.windows import figures, stretches
@@ -113,8 +114,8 @@ def test_the_odd_shard_is_marked_within_its_source(tmp_path: Path, monkeypatch: 
         meta = about | {"source": "slippi" if number < 10 else "still", "quality": figures(batch)}
         write_shard(tmp_path / f"s{number:02}.npz", LAYOUT, batch, meta)
     (tmp_path / "a.slp").write_bytes(b"no replay")
-    monkeypatch.setattr(importer, "import_each", lambda jobs, folder, storage, *others: storage)
-    storage: Any = import_replays(tmp_path / "a.slp", tmp_path / "new", 1, False)
+    monkeypatch.setattr(importer, "import_each", lambda jobs, folder, storage, **others: storage)
+    storage: Any = import_replays(tmp_path / "a.slp", tmp_path / "new", workers=1, progress=False)
     catalogue = Catalogue(tmp_path)
     (line,) = storage.outliers(catalogue, [row.name for row in catalogue.shards()])
     assert line.startswith("s04.npz: A (z -"), "and every other button"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from matrixlib.files import write_json
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[MetricsLog]:
-    with MetricsLog(tmp_path / "run" / "m.jsonl") as opened:
+    with closing(MetricsLog(tmp_path / "run" / "m.jsonl")) as opened:
         yield opened
 
 
@@ -84,7 +85,7 @@ def test_torn_last_line_is_left_out_and_cut_on_opening(log: MetricsLog, torn: st
     log.path.write_text(whole + torn)
     assert [row["step"] for row in read(log.path)] == [1, 2, 3]
     MetricsLog(log.path).close()
-    with MetricsLog(log.path, writes=False) as other:  # of another rank
+    with closing(MetricsLog(log.path, writes=False)) as other:  # of another rank
         other.write({"step": 4})
         other.truncate_to(1)
     assert log.path.read_text() == whole

@@ -1,8 +1,11 @@
 """The bridge to notebooks, with real papermill runs of small notebooks."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import nbformat
 import pytest
@@ -11,7 +14,8 @@ from nbclient import NotebookClient
 from papermill.cli import papermill as papermill_command
 
 from matrixlib.config import Count, CountOrZero, InputFile, OutputFile, Positive
-from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed, check_parameters
+from matrixlib.runs import notebook
+from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed
 from matrixlib.tasks.spec import figures_table
 
 PARAMETERS = '''"""Parameters."""
@@ -25,6 +29,13 @@ overrides: dict = {}
 sizes: list[int] = []
 '''
 SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\nnotebook.check_parameters()\n"
+
+
+def check_parameters(history: Sequence[str], values: Mapping[str, Any], **bounds: Any) -> None:
+    """Check after these cells, with these values of names."""
+    shell = SimpleNamespace(user_ns={**values, "In": history})
+    with mock.patch.object(notebook, "get_ipython", return_value=shell):
+        notebook.check_parameters(**bounds)
 
 
 def check(*lines: str, **bounds: Any) -> None:
@@ -76,7 +87,7 @@ def test_every_wrong_parameter_is_named_and_nothing_is_checked_without_papermill
     with pytest.raises(ParameterError, match=r"unknown parameter 'steps' .the notebook declares no"):
         check_parameters(["", "# Parameters\nsteps = 5\n", SECOND], {"steps": 5})
     check_parameters(["", PARAMETERS, SECOND], {})
-    check_parameters()  # no IPython at all
+    notebook.check_parameters()  # no IPython at all
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00
     write_json(folder / "summary.json", summary)
     write_json(folder / "run.json", {"started": started, "commit": "abc123", "versions": {"torch": "2.13.0"}})
     (folder / "config.yaml").write_text("task: chess\nseed: 0\n")
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with closing(MetricsLog(folder / "metrics.jsonl")) as log:
         for step in range(1, 6):
             log.write({"step": step, "losses": {"policy": math.nan if step == 3 else 3.0 / step}, "grad_norm": 1.0})
     return folder
@@ -206,7 +207,7 @@ def test_the_executed_notebook_is_the_report_without_its_code(tmp_path: Path) ->
 
 def test_warnings_of_the_training_are_in_the_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with closing(MetricsLog(folder / "metrics.jsonl")) as log:
         for step in range(6, 40):
             told = {"memory": "too <high>"}
             if step == 30:
@@ -223,7 +224,7 @@ def test_warnings_of_the_training_are_in_the_report(tmp_path: Path) -> None:
 def test_counters_and_a_clip_threshold_of_the_runs_own_are_in_the_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     outputs = {"policy": {"mean": 0.0, "std": 1.0, "max": 12.5, "infinite": 0.0}}
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with closing(MetricsLog(folder / "metrics.jsonl")) as log:
         for step in range(6, 9):
             row = {"step": step, "losses": {"policy": 1.0}, "skipped": 3, "overflows": 2, "rollbacks": 1}
             row |= {"clip_share": 0.42, "memory": {"peak_mib": 100.0 * step, "share": 0.25, "busy": step / 10}}

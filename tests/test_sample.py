@@ -178,6 +178,18 @@ def test_a_folder_of_other_work_is_refused(made, stockfish):
         generate(made, 4, replace(TINY, seed=6), stockfish, progress=False)
 
 
+def test_any_engine_that_says_its_visits_makes_a_set_and_is_named_with_its_arguments(tmp_path):
+    text = f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=12"
+    tiny = replace(TINY, nodes=(2, 4), plies=6, keep=1.0, keep_first=1.0)
+    made = generate(tmp_path, 1, tiny, text, workers=1, progress=False, games_per_chunk=1)
+    assert made["engine"].startswith("matrixlib")
+    assert made["engine"].endswith(f"({text})")
+    (game,) = read_games(tmp_path)
+    assert len(game["positions"]) == 6
+    with pytest.raises(ValueError, match="was made with"):
+        generate(tmp_path, 1, tiny, text.replace("12", "13"), workers=1, progress=False)
+
+
 def test_without_stockfish_nothing_is_begun(tmp_path):
     with pytest.raises(EngineError, match=r"no Stockfish at 'no/such/engine'.*apt install"):
         generate(tmp_path / "work", 4, TINY, "no/such/engine", progress=False)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from positions import random_positions
 
+from matrixlib.tasks.chess.records import policy_index
 from matrixlib.tasks.chess.stockfish import labels
 from matrixlib.tasks.chess.stockfish.client import (
     CENTIPAWN_LIMIT,
@@ -50,7 +51,9 @@ def fake_engine(folder: Path, body: str) -> Path:
 GREETING = """
 for line in sys.stdin:
     word = line.strip()
-    if word == "uci": print("id name Fake 1\\noption name UCI_ShowWDL type check\\nuciok", flush=True)
+    if word == "uci":
+        sys.stdout.buffer.write(b"id author G\\xe9rard\\n")  # not UTF-8
+        print("id name Fake 1\\noption name UCI_ShowWDL type check\\nuciok", flush=True)
     elif word == "isready": print("readyok", flush=True)
     elif word.startswith("go"): {go}
 """
@@ -76,7 +79,7 @@ def test_the_last_whole_block_counts():
     [
         ("sys.exit(3)", "does not speak UCI.*exit status 3", 20),
         ("for line in sys.stdin: print('what?', flush=True)", "does not speak UCI.*no answer within", 0.5),
-        ("print('id name Old\\nuciok', flush=True); sys.stdin.read()", "Old has no option UCI_ShowWDL", 20),
+        ("for _ in sys.stdin: print('id name Old\\nuciok\\nreadyok', flush=True)", "Old has no option UCI_ShowWDL", 20),
         (GREETING.format(go="sys.exit(7)"), "no `bestmove` from Fake 1 in `position fen x`: exit status 7", 20),
         (GREETING.format(go="time.sleep(60)"), "no answer within 3 s", 3),
         (GREETING.format(go="print('bestmove (none)', flush=True)"), "gives no move in `fen x`", 20),
@@ -162,6 +165,64 @@ def test_labels_do_not_depend_on_order_colour_or_move_number(engine):
         engine.new_game()
         raw.add(engine.search(f"fen {quiet.fen()}", "depth 6")[0].wdl)
     assert len(raw) == 2 or "15" not in engine.name
+
+
+TREE = """
+for line in sys.stdin:
+    word = line.split()[0]
+    if word == "uci":
+        print("id name Tree 1\\noption name UCI_ShowWDL type check")
+        print("option name VerboseMoveStats type check\\nuciok", flush=True)
+    elif word == "isready": print("readyok", flush=True)
+    elif word == "go":
+        assert line.split()[1:] == ["nodes", "9"]
+        print("info depth 2 nodes 9 score cp 20 wdl 300 500 200 pv e1d2\\ninfo string e1d1 N: 0 (P: 1%) (Q: 0.9)")
+        print("info string e1e2 N: 1 (P: 1%) (Q: 0.9)\\ninfo string e1d2  (26  ) N:   100 (+ 0) (P: 9%) (N: 7)")
+        print("info string e1f2 N: 50\\ninfo string e1f1 N: 1000000\\ninfo string node N: 9")
+        print("bestmove e1d2", flush=True)
+"""
+
+
+def test_a_tree_search_labels_by_its_visits_not_by_scores_of_moves_that_it_did_not_visit(tmp_path):
+    program = fake_engine(tmp_path, TREE)
+    king = chess.Board("4k3/8/8/8/8/8/8/4K3 b - - 0 1")  # of Black, so mirrored
+    with Stockfish(f"{program} nodes=9") as engine:
+        made = label(engine, king, *DEPTHS)
+        assert engine.title == f"Tree 1 ({program} nodes=9)"
+    by_move = sorted(king.mirror().legal_moves, key=lambda move: policy_index(move, chess.WHITE))
+    levels_by_move = dict(zip([move.uci() for move in by_move], made.level, strict=True))
+    assert made.wdl == (300, 500, 200)
+    assert levels_by_move == {"e1f1": 0, "e1d2": 81, "e1f2": 81, "e1e2": 81, "e1d1": 81}
+    for text in (program, f"{program} --fast", f"{program} depth=4", f"{program} movetime=50"):
+        with pytest.raises(EngineError, match="Tree 1 labels positions by its visits: end its text with nodes=800"):
+            Stockfish(text)
+
+
+def test_stockfish_labels_by_depth_alone(stockfish):
+    with pytest.raises(EngineError, match="labels positions by depth: leave out 'nodes 50'"):
+        Stockfish(f"{stockfish} nodes=50")
+
+
+@pytest.mark.parametrize("name", ["matrixlib-uci", "lc0"])
+def test_real_tree_searches_label_positions(name, request):
+    text = f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=60"
+    if name == "lc0":
+        maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
+        if not maia.exists():
+            pytest.skip("there are no weights of Maia")
+        text = f"{request.getfixturevalue('lc0')} --weights={maia} --smart-pruning-factor=0 nodes=60"
+    boards = [
+        chess.Board("r3k2r/pppq1ppp/2n5/8/8/2N5/PPPQ1PPP/R3K2R w KQkq - 0 10"),
+        chess.Board("k7/8/8/8/8/8/6q1/7K w - - 0 1"),
+    ]
+    boards += [board for board in random_positions(12, 1) if any(board.legal_moves)][:4]
+    with Stockfish(text) as engine:
+        made = [label(engine, board, *DEPTHS) for board in boards]
+        assert made == [label(engine, board, *DEPTHS) for board in boards], "of the position alone"
+    for board, one in zip(boards, made, strict=True):
+        assert len(one.level) == board.legal_moves.count()
+        assert (min(one.level), sum(one.wdl)) == (0, 1000)
+    assert 0 < sum(level < labels.NO_WEIGHT for level in made[0].level) <= 60
 
 
 # Targets

@@ -21,10 +21,12 @@ from test_stockfish import fake_engine
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Evaluator
 from matrixlib.tasks.chess.evaluate import strength
-from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player
+from matrixlib.tasks.chess.evaluate.strength import capture_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index, to_board
 from matrixlib.tasks.chess.stockfish.client import EngineError
+from matrixlib.tasks.chess.stockfish.player import engine_player
+from matrixlib.tasks.chess.uci import engine as uci
 from matrixlib.tasks.chess.uci.protocol import read_position
 
 GAME = ChessGame()
@@ -176,6 +178,7 @@ def test_an_engine_that_is_not_said_how_to_run_is_refused(text: str) -> None:
     [
         ("print('bestmove e1e5', flush=True); continue", "First 1 answers 'e1e5' in `fen .*: "),
         ("sys.exit(4)", "no `bestmove` from First 1 in `position fen .*: exit status 4"),
+        ("print('bestmove', flush=True); continue", "First 1 answers '' in `fen "),
     ],
 )
 def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Path, answer: str, message: str) -> None:
@@ -197,7 +200,7 @@ def test_real_engines_play(name: str, request: pytest.FixtureRequest) -> None:
     maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
     program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/games")
     found = {
-        "matrixlib-uci": f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=2",
+        "matrixlib-uci": f"{sys.executable} -m {uci.__name__} --checkpoint shipped --device cpu nodes=2",
         "lc0": f"{lc0} --weights={maia} nodes=1" if lc0 and maia.exists() else "",
         "gnuchess": f"{program} --uci depth=1" if program else "",
         **{name: f"{program} depth=2" for name in ("glaurung", "toga2") if program},  # of nodes they know little

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_stockfish import fake_engine
+from test_strength import FIRST_MOVE
 
 from matrixlib.config import ConfigError, merge
 from matrixlib.engine import metrics
@@ -113,22 +115,60 @@ def test_an_anchor_is_a_run_that_must_stay_as_it_was(reports: Path) -> None:
     with pytest.raises(ValueError, match="no run at 'anchor'"):
         runs.open_run(run="mine", overrides=merge(PLAIN, {"validation": {"strength": named}}))
     train("anchor", {"every": 0}, optim={"learning_rate": 0.01})
-    with pytest.raises(RunError, match=r"anchor 'anchor' holds other weights than when run 'mine' began"):
+    with pytest.raises(RunError, match=r"anchor 'anchor' is not that of run 'mine' \(anchor, [0-9a-f]{64}\)"):
         runs.open_run(run="mine", overrides=merge(PLAIN, {"validation": {"strength": named}}))
 
 
+def test_an_engine_is_an_anchor_whose_failure_costs_a_match_and_not_the_training(
+    reports: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    flag = tmp_path / "ill"
+    engine = fake_engine(
+        tmp_path, FIRST_MOVE.replace("{answer}", f"if __import__('os').path.exists({str(flag)!r}): sys.exit(4)")
+    )
+    matches = {**MATCHES, "anchor": f"{engine} depth=3 Hash=8"}
+    plain = train("plain", {"every": 0})
+    current = runs.open_run(run="mine", overrides=merge(PLAIN, {"validation": {"strength": matches}}))
+    for stats in current.train():
+        if stats.step in (5, 9):
+            flag.touch() if stats.step == 5 else flag.unlink()
+    current.close()
+    assert equal(plain, current.folder)
+    assert list(points(current.folder)) == [4, 10], "it is started anew for each match"
+    (events,) = [row["events"] for row in metrics.read(current.folder / "metrics.jsonl") if row["step"] == 8]
+    assert "match" in events
+    (text,) = [str(one.message) for one in recwarn if "no match" in str(one.message)]
+    assert text.startswith(f"update 8: no match against '{engine} depth=3 Hash=8': no `bestmove` from First 1")
+    assert read_json(current.folder / "run.json")["anchor"] == {"name": matches["anchor"], "engine": "First 1 depth 3"}
+    for other in ("", f"{engine} depth=3", "shipped"):
+        changed = {"validation": {"strength": {**matches, "anchor": other}}, "train": {"steps": 12}}
+        with pytest.raises(RunError, match=r"anchor '.*' is not that of run 'mine' \(.*First 1 depth 3\)"):
+            runs.open_run(run="mine", overrides=merge(PLAIN, changed))
+    flag.touch()
+    with pytest.raises(RunError, match=r"validation\.strength\.anchor: no `bestmove` from First 1.*exit status 4"):
+        train("ill", matches)
+    assert not (reports / "ill").exists()
+
+
 def test_what_cannot_be_played_is_refused_at_once(reports: Path) -> None:
-    refusals = {"anchor": "no run at 'x'", "openings": "openings 'x' cannot be read"}
-    for option, refusal in refusals.items():
+    refusals = [("anchor", "x", "no run at 'x'"), ("openings", "x", "openings 'x' cannot be read")]
+    refusals += [
+        ("anchor", "x nodes=0", "engine 'x nodes=0': give a program"),
+        ("anchor", "x depth=2", "x cannot be started"),
+    ]
+    for option, value, refusal in refusals:
         with pytest.raises(ValueError, match=refusal):
-            train("r", {**MATCHES, option: "x"})
+            train("r", {**MATCHES, option: value})
         assert not (reports / "r").exists()
 
 
 def test_a_start_that_is_gone_and_tasks_that_are_no_games(reports: Path) -> None:
     folder = train("gone", MATCHES, until=5)
     (folder / "start.safetensors").unlink()
-    with pytest.raises(RunError, match=r"start\.safetensors is missing, the network that validation\.strength plays"):
+    with pytest.raises(RunError, match=r"start\.safetensors is missing, the run's first weights"):
         train("gone", MATCHES)
+    train("late", {"every": 0}, until=5)
+    with pytest.raises(RunError, match=r"a run that began without matches has none: .* name an anchor"):
+        runs.open_run(run="late", overrides=merge(PLAIN, {"validation": {"strength": MATCHES}}))
     with pytest.raises(ConfigError, match=r"'validation\.strength\.every': latin is no game for two; set it to 0"):
         load_config("latin_demo", {"validation": {"strength": {"every": 5}}})

@@ -67,7 +67,7 @@ def swept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
             if (folder / "summary.json").exists():
                 return
             updates = requested.train.steps if isinstance(requested.train.steps, int) else 12
-            with MetricsLog(folder / "metrics.jsonl") as log:
+            with closing(MetricsLog(folder / "metrics.jsonl")) as log:
                 for step in range(1, min(updates, 12) + 1):
                     if folder.name == stop_in and step == 6:
                         raise KeyboardInterrupt

@@ -241,7 +241,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(run: Path) -> list[str]:
-    return [sys.executable, "-m", "matrixlib.tasks.chess.uci", "--checkpoint", str(run), "--device", "cpu"]
+    return [sys.executable, "-m", "matrixlib.tasks.chess.uci.engine", "--checkpoint", str(run), "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ stored in ``<shard>.quarantined``, so that a rebuild keeps it. Connections live 
 read-only folder, or one without shards, is catalogued in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -37,9 +35,12 @@ MARK = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND d
 MISSING = "the file is missing"
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 BUSY_SECONDS = 30.0
+MIN_SHARDS = 9  # of a source and split, to look for outliers
+OUTLIER_Z = 6.0  # robust standard deviations
 
 State = Literal["healthy", "quarantined"]
 Log = tuple[str, int, Mapping[str, Any]]  # of an import: its name, step and JSON data
+Figures = Callable[[Mapping[str, Any]], Mapping[str, float]]  # quality -> what is compared; nan where unknown
 
 
 class CatalogueError(ValueError):
@@ -212,10 +213,8 @@ class Catalogue:
                 if problem := _problem_of(db):
                     return problem
                 stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards").fetchall()
-        except UnicodeDecodeError as error:  # sqlite3 quotes the schema in its message
-            return f"the catalogue is damaged ({error})"
-        except sqlite3.DatabaseError as error:
-            if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 quotes the schema in its message
+            if isinstance(error, UnicodeDecodeError) or (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
                 return f"the catalogue is damaged ({error})"
             raise CatalogueError(f"{self.path}: cannot be opened ({error}); is another program using it?") from error
         rows = [_row_of(columns, self.folder) for *columns, digest in stored if digest == _digest(columns)]
@@ -229,9 +228,7 @@ class Catalogue:
         """Recreate the database from all shard files and the readable import logs."""
         if self.remote:
             url = read_json(self.folder / REMOTE)["url"]
-            raise CatalogueError(
-                f"{url}/{NAME}: {problem}; open the catalogue where the shards are, and copy it there again"
-            )
+            raise CatalogueError(f"{url}/{NAME}: {problem}; open it where the shards are, and copy it there again")
         self._rows, logs = {row.name: row for row in self._read_files(self._files())}, list[Log]()
         with suppress(sqlite3.Error, UnicodeDecodeError):
             logs += self.imports() if present else []
@@ -406,3 +403,29 @@ def _write(path: Path, rows: Iterable[ShardRow], logs: Iterable[Log]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def outlier_scores(rows: Iterable[ShardRow], figures: Figures) -> Any:
+    """DataFrame of robust z-scores of each shard's figures, (x - median) / scale, by shard name; only in groups of
+    source and split with MIN_SHARDS shards. scale: 1.4826 * MAD, at least 2 % of the median and 0.01."""
+    from pandas import DataFrame  # only imports need it
+
+    measured = [row for row in rows if row.state == "healthy" and row.quality]
+    table = DataFrame([figures(row.quality) for row in measured], [row.name for row in measured], dtype=float)
+    groups = [[row.source for row in measured], [row.split for row in measured]]
+    middle = table.groupby(groups).transform("median")
+    scale = 1.4826 * (table - middle).abs().groupby(groups).transform("median")
+    far = (table - middle) / scale.clip(lower=(0.02 * middle.abs()).clip(lower=0.01))
+    return far[(table.assign(n=1.0).groupby(groups)["n"].transform("sum") >= MIN_SHARDS).to_numpy(bool)]
+
+
+def mark_outliers(catalogue: Catalogue, names: Sequence[str], figures: Figures) -> list[str]:
+    """Store the outlying figures of these shards in the catalogue ("outliers": figure -> z); returns them as text."""
+    rows = {row.name: row for row in catalogue.shards()}
+    found, lines = outlier_scores(rows.values(), figures), []
+    for name in filter(set(names).__contains__, found.index):
+        far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > OUTLIER_Z}
+        if far:
+            catalogue.set_quality(name, {**rows[name].quality, "outliers": far})
+            lines.append(f"{name}: " + ", ".join(f"{figure} (z {z:+.1f})" for figure, z in far.items()))
+    return lines

@@ -9,6 +9,7 @@ An *entry* is a game, a row, a replay; a *part* is a fixed run of entries of one
 
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from filelock import FileLock
@@ -87,10 +88,8 @@ class ParseResult:
         """Quarantine entry `number` of the part, from 0."""
         self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
 
-    def result(
-        self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
-    ) -> "ParseResult":
-        """Finish. stored: by default the number of positions in the batch. ValueError if the counts do not add up."""
+    def result(self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None) -> Self:
+        """Finish. stored: by default the number of positions in the batch."""
         positions = len(batch["records"])
         self.batch, self.entries, self.rows = batch, entries, rows
         self.part = replace(self.part, data=b"")  # workers need not send it back
@@ -98,10 +97,8 @@ class ParseResult:
         self.refused.sort(key=lambda entry: entry.entry)
         self.skipped, self.warned = +self.skipped, +self.warned
         counted = self.stored + len(self.refused) + self.skipped.total()
-        if entries != counted:
-            raise ValueError(f"{entries} entries were read and {counted} are accounted for")
-        if rows is not None and (len(rows) != self.stored or rows.sum() != positions):
-            raise ValueError(f"the rows of {len(rows)} entries do not add up to {positions} positions")
+        assert entries == counted, f"{entries} entries were read and {counted} are accounted for"
+        assert rows is None or (len(rows), rows.sum()) == (self.stored, positions), "rows of entries do not add up"
         return self
 
 
@@ -310,12 +307,11 @@ def read_parts(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         try:
-            for part in parts:
-                waiting.append((part, pool.submit(_read, reader, faults, part)))
-                if len(waiting) > 2 * workers:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            while waiting:
+            while True:
+                for part in itertools.islice(parts, 2 * workers - len(waiting)):
+                    waiting.append((part, pool.submit(_read, reader, faults, part)))
+                if not waiting:
+                    return
                 done, future = waiting.popleft()
                 yield done, future.result()
         except BrokenProcessPool as error:

@@ -252,9 +252,8 @@ class Reader:
                 remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
                 raise LoaderError(f"{row.path} cannot be opened: {error}; {remedy}") from error
             if len(shard) != row.count:
-                raise UnreadableRows(
-                    i, WHOLE, f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}"
-                )
+                problem = f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}"
+                raise UnreadableRows(i, WHOLE, problem)
             self._open[i] = shard
         return self._open[i]
 

@@ -4,8 +4,6 @@ A shard is downloaded when its first row is needed, verified by the catalogue's 
 first. A wrong one counts as corrupt, like a local one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
@@ -13,16 +11,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Self, TypeVar
 
 from filelock import FileLock
 
 from matrixlib.data.catalogue import NAME, REMOTE, ShardRow
 from matrixlib.data.shards import ShardError, file_hash
 from matrixlib.files import REFUSALS, cache_root, inode_problem, read_json, write_bytes, write_json
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 Result = TypeVar("Result")
 
@@ -51,16 +46,14 @@ class Remote:
         known = fsspec.config.conf.get(protocol, {})
         options = {key: value for key, value in OPTIONS.get(protocol, {}).items() if key not in known}
         try:
-            self.fs: AbstractFileSystem = fsspec.core.url_to_fs(self.url, **options)[0]
+            self.fs: Any = fsspec.core.url_to_fs(self.url, **options)[0]
         except ImportError as error:
-            raise RemoteError(
-                f"{url}: {error}. S3 and HTTP need one more package: pip install 'matrixlib[remote]'"
-            ) from error
+            raise RemoteError(f"{url}: {error}. S3 and HTTP need more: pip install 'matrixlib[remote]'") from error
         except ValueError as error:
             raise RemoteError(f"{url}: {error}; give s3://bucket/folder, https://..., file:///folder") from error
 
     @classmethod
-    def open(cls, folder: Path) -> Remote:
+    def open(cls, folder: Path) -> Self:
         """The data set whose catalogue was downloaded to `folder`."""
         known = read_json(folder / REMOTE)
         return cls(known["url"], int(known["cache"]))

@@ -228,14 +228,14 @@ def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np
 def read_info(path: Path | str) -> ShardInfo:
     """Metadata of a shard of any layout; hashes the file. Raises ShardError."""
     path = Path(path)
-    meta = _read_zip(path, lambda archive: _read_meta(path, archive))
+    meta = _read_zip(path, _read_meta)
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
 
 
 def is_shard(path: Path) -> bool:
     """Whether a file claims to be a shard."""
     try:
-        _read_zip(path, lambda archive: _read_meta(path, archive))
+        _read_zip(path, _read_meta)
     except ShardError:
         return False
     return True
@@ -243,7 +243,7 @@ def is_shard(path: Path) -> bool:
 
 def find_damage(path: Path) -> str:
     """First member with a wrong zip checksum, or "". Raises ShardError."""
-    return (_read_zip(path, lambda archive: archive.testzip()) or "").removesuffix(".npy")
+    return (_read_zip(path, zipfile.ZipFile.testzip) or "").removesuffix(".npy")
 
 
 def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
@@ -266,21 +266,21 @@ def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
         raise ShardError(f"{path}: truncated, damaged or not a shard ({error}); {REMEDY}") from error
 
 
-def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     """Zip entry of a member, which must exist, be uncompressed, and not exceed the file."""
     if f"{name}.npy" not in archive.namelist():
-        raise ShardError(f"{path}: not a shard of ours (no member '{name}'); write it with write_shard")
+        raise ShardError(f"{archive.filename}: not a shard of ours (no member '{name}'); write it with write_shard")
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
-        raise ShardError(f"{path}: '{name}' is compressed and cannot be mapped; write it with write_shard")
+        raise ShardError(f"{archive.filename}: '{name}' is compressed and cannot be mapped; write it with write_shard")
     if max(info.file_size, info.compress_size) > archive.start_dir:
-        raise ShardError(f"{path}: '{name}' claims to be larger than the file; {REMEDY}")
+        raise ShardError(f"{archive.filename}: '{name}' claims to be larger than the file; {REMEDY}")
     return info
 
 
-def _read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def _read_small(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """A whole member, zip checksum verified. ValueError if it claims more than it has."""
-    data = archive.read(_stored(path, archive, name))
+    data = archive.read(_stored(archive, name))
     file = io.BytesIO(data)
     shape, _, dtype = _npy_header(file)
     return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape)
@@ -292,23 +292,22 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return header(file)
 
 
-def _read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
+def _read_meta(archive: zipfile.ZipFile) -> dict[str, Any]:
     """Meta data, type-checked where the catalogue keeps it, with no more rows or items than bytes in the file."""
-    meta = json.loads(_read_small(path, archive, "meta").tobytes())
+    meta = json.loads(_read_small(archive, "meta").tobytes())
     if not isinstance(meta, dict) or not {*OURS, *PROVENANCE} <= set(meta):
-        raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
+        raise ShardError(f"{archive.filename}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
     if meta["format"] > FORMAT:
-        raise ShardError(f"{path}: shard format {meta['format']} is newer than {FORMAT}; update matrixlib")
+        raise ShardError(f"{archive.filename}: shard format {meta['format']} is newer than {FORMAT}; update matrixlib")
     counts = [meta["count"], *meta["sizes"].values()]
     sound = all(isinstance(count, int) and 0 <= count <= archive.start_dir for count in counts) and counts[0] > 0
     sound &= all(isinstance(text, str) and text.isprintable() for text in (meta["task"], meta["source"]))
     if not sound or meta["split"] not in SPLITS or not isinstance(meta.get("quality", {}), dict):
-        raise ShardError(f"{path}: its meta data is none that a shard can have; {REMEDY}")
+        raise ShardError(f"{archive.filename}: its meta data is none that a shard can have; {REMEDY}")
     return meta
 
 
 def _check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> None:
-    problem = ""
     if meta["task"] != layout.task:
         problem = f"data of task '{meta['task']}', not '{layout.task}'; choose another source"
     elif meta["version"] != layout.version:
@@ -316,26 +315,25 @@ def _check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> 
         problem = f"layout version {meta['version']}, this program has {layout.version}; {remedy}"
     elif meta["layout"] != layout.describe():
         problem = f"its fields are not those of layout '{layout.task}'; make the shards again"
-    if problem:
-        raise ShardError(f"{path}: {problem}")
+    else:
+        return
+    raise ShardError(f"{path}: {problem}")
 
 
-def _map_member(
-    path: Path, archive: zipfile.ZipFile, file: np.ndarray, name: str, dtype: np.dtype, n: int
-) -> np.ndarray:
+def _map_member(archive: zipfile.ZipFile, file: np.ndarray, name: str, dtype: np.dtype, n: int) -> np.ndarray:
     """The stored array `name` (n,) as a view of the mapped `file`."""
-    info = _stored(path, archive, name)
+    info = _stored(archive, name)
     head = io.BytesIO(file[info.header_offset : info.header_offset + HEAD_BYTES].tobytes())
     fixed = LOCAL_HEADER.unpack(head.read(LOCAL_HEADER.size))
     if fixed[0] != b"PK\x03\x04":
-        raise ShardError(f"{path}: '{name}' is not where the zip directory says; {REMEDY}")
+        raise ShardError(f"{archive.filename}: '{name}' is not where the zip directory says; {REMEDY}")
     begin = head.seek(fixed[-2] + fixed[-1], io.SEEK_CUR)
     found = _npy_header(head)
     start = info.header_offset + head.tell()
     stop = start + n * dtype.itemsize
     whole = info.file_size == stop - info.header_offset - begin and stop <= len(file)
     if found != ((n,), False, dtype) or not whole:
-        raise ShardError(f"{path}: '{name}' is not {n} items of {dtype} as its meta data says; {REMEDY}")
+        raise ShardError(f"{archive.filename}: '{name}' is not {n} items of {dtype} as its meta data says; {REMEDY}")
     return file[start:stop].view(dtype)
 
 
@@ -348,7 +346,7 @@ class Shard:
         _read_zip(self.path, self._open)
 
     def _open(self, archive: zipfile.ZipFile) -> None:
-        self.meta: Mapping[str, Any] = _read_meta(self.path, archive)
+        self.meta: Mapping[str, Any] = _read_meta(archive)
         _check_layout(self.path, self.meta, self.layout)
         with open(self.path, "rb") as opened:
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -359,12 +357,10 @@ class Shard:
         for group, members in self.layout.ragged.items():
             lengths[f"{group}_offset"] = count + 1
             lengths |= {f"{group}_{member}": self.meta["sizes"][group] for member in members}
-        self.arrays: Batch = {
-            name: _map_member(self.path, archive, file, name, dtype, lengths[name])
-            for name, dtype in self.layout.members()
-        }
+        kinds = self.layout.members()
+        self.arrays: Batch = {name: _map_member(archive, file, name, dtype, lengths[name]) for name, dtype in kinds}
         self.blocks = -(-count // BLOCK)
-        self._crc = _read_small(self.path, archive, "block_crc")
+        self._crc = _read_small(archive, "block_crc")
         if self._crc.shape != (len(lengths), self.blocks):
             raise ShardError(f"{self.path}: its checksums do not fit its records; {REMEDY}")
         self._checked = np.zeros(self.blocks, bool)

@@ -1,7 +1,5 @@
 """Averaged weights (EMA, SWA, schedule-free) for evaluation and export, with matching BatchNorm statistics."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping
@@ -114,11 +112,8 @@ class SWA(Average):
     @torch.no_grad()
     def update(self) -> None:
         present = named_tensors(self._model)
-        own, new = list(self._means.values()), [present[name] for name in self._means]
-        if self.averages:
-            get_swa_multi_avg_fn()(own, new, self.averages)
-        else:
-            copy_tensors(own, new)
+        new = [present[name] for name in self._means]
+        get_swa_multi_avg_fn()(list(self._means.values()), new, self.averages)  # the first is copied
         super().update()
 
     def _averaged(self) -> Mapping[str, Tensor]:

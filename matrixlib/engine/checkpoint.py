@@ -8,8 +8,6 @@ Written as `step_00000500.tmp`: files fsynced, folder renamed, parent fsynced. A
 discarded is renamed `best_00000500`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -51,12 +51,6 @@ def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = Non
     return forward
 
 
-def begin_pass(mode: str) -> None:
-    """Call before each forward pass: CUDA graphs may now overwrite the previous outputs."""
-    if mode in GRAPHS:
-        torch.compiler.cudagraph_mark_step_begin()
-
-
 def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
     """Call after a backward pass whose gradients are accumulated: CUDA graphs would overwrite `.grad`
     (https://github.com/pytorch/pytorch/issues/169545)."""

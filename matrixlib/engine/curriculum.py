@@ -3,14 +3,12 @@
 A *phase* is one combination of stages; the next phase begins when any dimension enters its next stage.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,14 +27,12 @@ class CurriculumConfig(Section):
     metric: str = option("", "metric of `adaptive`: " + VALIDATED)
     up: Real = option(0.4, "`adaptive`: next phase when the metric is at least this (a loss: at most), ...")
     patience: Count = option(2, "... in this many validations in a row")
-    down: Real = option(
-        0.2, "`adaptive`: previous phase when the metric is below this (a loss: above), as often in a row"
-    )
+    down: Real = option(0.2, "`adaptive`: previous phase when it is below this (a loss: above), as often in a row")
     dwell: Count = option(2, "`adaptive`: validations in a phase before it may change")
     longest: CountOrZero = option(0, "`adaptive`: most validations in a phase; 0 = no limit")
 
     @model_validator(mode="after")
-    def _hysteresis(self) -> CurriculumConfig:
+    def _hysteresis(self) -> Self:
         if self.falling and self.down <= self.up:
             raise ValueError(f"down {self.down:g} must be above up {self.up:g}: '{self.metric}' is a loss, which falls")
         if not self.falling and self.down >= self.up:
@@ -57,7 +53,7 @@ class StagesConfig(Section):
     fractions: tuple[Share, ...] = option((1.0,), "share of the updates of each stage; they add up to 1")
 
     @model_validator(mode="after")
-    def _complete(self) -> StagesConfig:
+    def _complete(self) -> Self:
         if not self.stages or len(self.stages) != len(self.fractions):
             raise ValueError(f"{len(self.stages)} stages and {len(self.fractions)} fractions; give one for each")
         if abs(sum(self.fractions) - 1) > 1e-9:

@@ -1,7 +1,5 @@
 """Training diagnostics: gradients, outputs, blocks, dead units, targets, and where a value first became non-finite."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -23,7 +21,7 @@ from matrixlib.engine.distributed import full, local_part, unsharded
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import OomBackoff
 from matrixlib.engine.optim import unwrap, weights
-from matrixlib.engine.stats import Action, Event, Message, Stats, norm_quantiles
+from matrixlib.engine.stats import Action, Event, Message, Stats, listed, norm_quantiles
 from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch, to_device
 from matrixlib.engine.validation import HeldOut, evaluating
 from matrixlib.files import plain, utc_now, write_json
@@ -39,7 +37,7 @@ TARGET_BINS = 16  # histogram bins of continuous targets
 
 def first_update(
     task: Task, step: Any, batch: Batch, stats: Stats, fresh: bool
-) -> tuple[GradientReport, dict[str, dict[str, float]], list[Message]]:
+) -> tuple["GradientReport", dict[str, dict[str, float]], list[Message]]:
     """(gradient report of a `Step`'s first update; first losses against chance level, see `Stats.initial`; messages
     about what looks wrong). Losses far from chance are reported for fresh networks only."""
     initial, texts = compare_with_chance(task, step.taught(batch), stats, step.config.health.initial_warning)
@@ -113,7 +111,7 @@ class GradientReport(NamedTuple):
 
     def __str__(self) -> str:
         kinds = zip(("no", "a non-finite", "an all-zero"), self, strict=True)
-        return "; ".join(f"{kind} gradient: {_listed(names)}" for kind, names in kinds if names)
+        return "; ".join(f"{kind} gradient: {listed(names)}" for kind, names in kinds if names)
 
 
 def gradient_report(model: nn.Module) -> GradientReport:
@@ -234,12 +232,12 @@ def block_warnings(table: Mapping[str, Mapping[str, float]], limit: float) -> li
     still = [name for name, row in table.items() if row["update"] == 0 and row.get("gradient", 0.0) > 0]
     far = [f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > limit]
     stood = (
-        f"the update did not move {_listed(still)}, though there are gradients: are these weights in the "
+        f"the update did not move {listed(still)}, though there are gradients: are these weights in the "
         "optimiser, and is the learning rate large enough for their precision?"
     )
     jumped = (
         f"one update moved weights by more than {limit:.0%} of their size (health.update_warning): "
-        f"{_listed(far)}; the learning rate is probably too high"
+        f"{listed(far)}; the learning rate is probably too high"
     )
     return [stood] * bool(still) + [jumped] * bool(far)
 
@@ -284,7 +282,7 @@ def dead_warnings(rows: int, dead: Mapping[str, Tensor], limit: float) -> list[s
     names = [f"{name} ({int(u.sum())} of {len(u)})" for name, u in worst if float(u.double().mean()) > limit]
     if not names or rows < DEAD_ROWS:
         return []
-    return [f"more than {limit:.0%} of the units (health.dead_warning) are dead over {rows} rows: {_listed(names)}"]
+    return [f"more than {limit:.0%} of the units (health.dead_warning) are dead over {rows} rows: {listed(names)}"]
 
 
 def _dead(name: str, moments: Tensor) -> Tensor:
@@ -325,12 +323,6 @@ class _Activations(TorchDispatchMode):
             count = torch.full_like(mean, len(values))
             self.moments[name] = torch.stack((count, mean, variance, values.amax(0)))
         return out
-
-
-def _listed(names: Sequence[str]) -> str:
-    """At most five names."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 class _FiniteChecks:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from matrixlib.config import Config
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from matrixlib.engine.heartbeat import process_lives
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
@@ -131,22 +131,14 @@ class Ranks:
         others = [rank for rank in range(self.size) if rank != self.rank]
         ends = time.monotonic() + GRACE_SECONDS
         while not self.store.check(["missing"]) and (now := time.monotonic()) < ends:
-            missing = [rank for rank in others if not _alive(self.store.get(f"process/{rank}").decode())]
+            processes = [self.store.get(f"process/{rank}").decode().split(" ", 1) for rank in others]
+            missing = [r for r, (pid, host) in zip(others, processes, strict=True) if not process_lives(host, int(pid))]
             if timed_out and not missing and now > ends - GRACE_SECONDS / 2:
                 missing = [rank for rank in others if not self.store.check([f"waiting/{rank}"])]
             if missing:
                 self.store.set("missing", f"rank {', '.join(map(str, missing))}")
             time.sleep(0.1)
         return self.store.get("missing").decode() if self.store.check(["missing"]) else ""
-
-
-def _alive(process: str) -> bool:
-    """Whether process "<pid> <host>" exists; True if on another host."""
-    pid, host = process.split(" ", 1)
-    try:
-        return host != platform.node() or psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def join(timeout: float) -> Ranks:

@@ -5,8 +5,6 @@ gradient norm stayed far above its band (median and median absolute deviation of
 a worse loss after a spike, or updates stayed non-finite. HALT: end the run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -133,7 +131,7 @@ class Health(State):
             good.pop()
         return good[-1] if good else None
 
-    def rolled_back(self, step: int, saved: Health) -> Health:
+    def rolled_back(self, step: int, saved: "Health") -> "Health":
         """State after rolling back to `step`: the bands of `saved`, our counters, a cut learning rate."""
         kept = {name: getattr(self, name) for name in ("updates", "skipped", "overflows", "last")}
         bands = {name: getattr(saved, name) for name in ("losses", "norms", "clips")}

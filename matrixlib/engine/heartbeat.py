@@ -1,5 +1,6 @@
 """A run's heartbeat.json: what it says, and whether its process lives."""
 
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -40,13 +41,18 @@ class Heartbeat(BaseModel, extra="allow"):
 
     def process_lives(self) -> bool:
         """Whether its process exists; True if unknown, on another machine."""
-        if self.host != platform.node():
-            return True
-        try:
-            process = psutil.Process(self.pid)
-            # the process id may have been reused
-            return process.create_time() <= self.time.timestamp() + 1 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.AccessDenied:
-            return True
-        except psutil.NoSuchProcess:
-            return False
+        return process_lives(self.host, self.pid, self.time.timestamp())
+
+
+def process_lives(host: str, pid: int, known: float = math.inf) -> bool:
+    """Whether a process exists; True if unknown, on another machine. known: when it lived, in seconds since 1970: a
+    younger one has the same id by chance."""
+    if host != platform.node():
+        return True
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() <= known + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
+        return True
+    except psutil.NoSuchProcess:
+        return False

@@ -4,15 +4,12 @@ Non-finite numbers are written as "nan", "inf", "-inf", which JSON can hold, and
 k-th update (`interval`), so that the file stays small enough to read whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +73,7 @@ def not_finite(row: Mapping[str, Any]) -> bool:
     return any(isinstance(value, float) and not math.isfinite(value) for value in values)
 
 
-class MetricsLog(AbstractContextManager["MetricsLog"]):
+class MetricsLog:
     """Append-only log of one run. Lines are flushed; a torn last line is truncated on open.
 
     recent: the latest rows, written or not.
@@ -138,9 +135,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""
         self._file.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:

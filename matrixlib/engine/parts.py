@@ -115,7 +115,5 @@ def check_same_parts(given: Parts, recorded: Mapping[str, Mapping[str, str]], ru
     both = own.keys() & recorded.keys()
     differences += [f"'{name}' has another source" for name in both if recorded[name]["sha256"] != own[name]["sha256"]]
     if differences:
-        text = (
-            f"run '{run}' was started with other parts: {', '.join(sorted(differences))}; give open_run() the same ones"
-        )
-        raise ValueError(f"{text} (their source is in run.json), or another run name")
+        text = f"run '{run}' was started with other parts: {', '.join(sorted(differences))}"
+        raise ValueError(f"{text}; give open_run() the same ones (their source is in run.json), or another run name")

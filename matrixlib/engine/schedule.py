@@ -1,7 +1,5 @@
 """Schedules: learning rate, plateau cuts, dropout stages, the gate of SSL terms."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence

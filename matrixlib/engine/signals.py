@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM, deferred to the end of an update so that what is saved is consistent."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,10 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matrixlib.engine.distributed import Ranks
+from matrixlib.engine.distributed import Ranks
 
 SAME_SIGNAL_SECONDS = 3.0
 """Seconds within which a second SIGTERM counts as the first."""

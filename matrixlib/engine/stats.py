@@ -1,7 +1,5 @@
 """Numbers and messages of one update; plain checkpointable state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +31,7 @@ class Event(StrEnum):
     PLATEAU = "plateau"
     AUXILIARY_OFF = "auxiliary_off"
     VALIDATION = "validation"
+    MATCH = "match"
     FIRST_UPDATE = "first_update"
     CLIPPING = "clipping"
     UPDATE_SIZE = "update_size"
@@ -196,6 +195,11 @@ class RateLimiter(State):
             self.since[kind] = step
             passed.append(message)
         return passed
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """At most so many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:

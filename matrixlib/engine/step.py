@@ -1,7 +1,5 @@
 """One update: forward and backward over micro-batches, one host read to judge it, then apply or skip."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -358,7 +356,8 @@ class Step:
             with self.clock.phase("teacher"):
                 part = self.taught(part)
         with self.clock.phase("forward"):
-            compiler.begin_pass(self.runtime.compile)
+            if self.runtime.compile in compiler.GRAPHS:  # they may now overwrite the previous outputs
+                torch.compiler.cudagraph_mark_step_begin()
             with self.runtime.autocast():
                 losses, metrics = self.task.losses(self.model, part, active)
             assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"

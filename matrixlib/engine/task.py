@@ -1,22 +1,20 @@
 """The interface between the engine and what is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from matrixlib.engine.curriculum import Phase
 from matrixlib.hardware import backend
-
-if TYPE_CHECKING:
-    from matrixlib.engine.curriculum import Phase
 
 Batch = dict[str, Tensor]
 """Name -> tensor; every tensor has the same leading dimension B (rows)."""
+Sums = dict[str, Tensor]
+"""Name -> 0-d sum over items."""
 
 
 class Task(Protocol):
@@ -57,9 +55,7 @@ class Task(Protocol):
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of every term in `weights` of a host batch; counts of slices add up."""
 
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """Forward pass of the `active` terms on one micro-batch on the model's device.
 
         Returns (losses, metrics). losses: active term -> 0-d fp32 tensor with gradient, the SUM over its valid items, a
@@ -95,7 +91,7 @@ class Source(Protocol):
     def unskipped_index(self, i: int) -> int:
         """Number of batch i in the stream without skips."""
 
-    def skipping(self, ranges: Sequence[tuple[int, int]]) -> Source:
+    def skipping(self, ranges: Sequence[tuple[int, int]]) -> Self:
         """The same stream without these unskipped ranges (start, stop)."""
 
     def prefetch_stats(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ from matrixlib.hardware.runtime import Runtime
 MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between memory checks, and between logged ones
 MESSAGES_OF_A_KIND = 20  # rate limit, in a run
 Hook = Callable[[Stats, Batch], None]
-Match = Callable[[nn.Module, int, Callable[[], None]], dict[str, float] | None]
+Match = Callable[[nn.Module, int, Callable[[], None], list[Message]], dict[str, float] | None]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Context:
     """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run; epoch: of a
     pass over the training positions, 0 = unknown. state_extra: JSON data stored in every checkpoint. hooks: (function,
     every), called with stats and host batch every `every` updates; 0 = never. strength: (evaluation network, update,
-    beat to call now and then) -> elo, low, high, score, games of a match; at update 0 it gets the first weights. ranks:
-    rank 0 writes files."""
+    beat to call now and then, messages to add to) -> elo, low, high, score, games of a match; at update 0 it gets the
+    first weights. ranks: rank 0 writes files."""
 
     task: Task
     model: nn.Module
@@ -231,7 +231,7 @@ class Trainer:
     def _update(self, source: Iterator[Batch]) -> Stats:
         """One update and everything that follows it."""
         if self.step == 0:
-            self._measure_strength()
+            self._measure_strength([])
         started = time.perf_counter()
         with self._step.clock.phase("wait"):
             batch = next(source, None)
@@ -258,7 +258,8 @@ class Trainer:
             figures, warnings = inspect(self._step, batch, before, self._held_out, self._norms)
             stats, messages = replace(stats, statistics=figures), messages + warnings
         validation = self._validate(messages) if stats.action in (Action.OK, Action.SKIP) else None
-        stats = replace(stats, strength=self._measure_strength() if stats.action in (Action.OK, Action.SKIP) else None)
+        if stats.action in (Action.OK, Action.SKIP):
+            stats = replace(stats, strength=self._measure_strength(messages))
         messages += self._held_out.passes.take()
         stats = self._complete(stats, messages, validation, halted)
         for hook, every in self.context.hooks:
@@ -354,7 +355,7 @@ class Trainer:
             messages.append(Message(Event.PLATEAU, cut))
         return validation
 
-    def _measure_strength(self) -> dict[str, float] | None:
+    def _measure_strength(self, messages: list[Message]) -> dict[str, float] | None:
         """Play the match of `validation.strength`, if due, on rank 0; nothing of the training changes."""
         every = self.config.validation.strength.every
         if not every or (self.step % every and self.step < self.steps):
@@ -362,7 +363,7 @@ class Trainer:
         with self._step.clock.phase("strength"):
             model, match = self.evaluation_model(), self.context.strength
             beat = partial(self.write_heartbeat, "validation")
-            return None if model is None or match is None else match(model, self.step, beat)
+            return None if model is None or match is None else match(model, self.step, beat, messages)
 
     # Phases, rollbacks and checkpoints
 

@@ -84,7 +84,7 @@ def facts(ranks: int = 1) -> DeviceFacts:
     """
     import torch
 
-    ranks = max(ranks, _requested("LOCAL_WORLD_SIZE"))
+    ranks = max(ranks, requested("LOCAL_WORLD_SIZE"))
     gpu, gpu_problem = _gpu()
     cpu = processor()
     return DeviceFacts(
@@ -92,7 +92,7 @@ def facts(ranks: int = 1) -> DeviceFacts:
         instructions=cpu.instructions,
         cores=max(1, cores() // ranks),
         ranks=ranks,
-        thread_limit=_requested("OMP_NUM_THREADS"),
+        thread_limit=requested("OMP_NUM_THREADS"),
         vcache=vcache(cpu.vendor, l3_caches()),
         gpu=gpu,
         gpu_problem=gpu_problem,
@@ -109,14 +109,8 @@ def set_waiting_policy() -> None:
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
-def check_environment() -> None:
-    """ValueError for an invalid number of threads or ranks in the environment, without torch."""
-    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
-        _requested(name)
-
-
-def _requested(name: str) -> int:
-    """A number from the environment; 0 if unset."""
+def requested(name: str) -> int:
+    """A number of threads or ranks from the environment; 0 if unset, ValueError if invalid."""
     text = os.environ.get(name, "").strip()
     if text and not (text.isdecimal() and int(text)):
         raise ValueError(f"{name} is '{text}'; set it to one whole number above 0, such as {name}=2, or unset it")

@@ -175,7 +175,8 @@ def forced_device() -> str:
 def check_environment() -> None:
     """ValueError for a variable that `resolve` would refuse; for entry points, before torch is imported."""
     forced_device()
-    machine.check_environment()
+    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        machine.requested(name)
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:

@@ -3,22 +3,16 @@
 torch is imported inside functions.
 """
 
-from __future__ import annotations
-
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from matrixlib.hardware.backend import synchronize
 
-if TYPE_CHECKING:
-    import torch
-
 SIDES = (1024, 2048, 4096, 8192)
 REPEAT = 10
-"""Products in a call on an accelerator, to hide launch time."""
+"""Calls timed at once on an accelerator, to hide launch time."""
 PIECE = {True: (512, 4), False: (2048, 256)}
 """Matrix side and number of boards that suffice for comparisons, on the CPU and elsewhere."""
 WARM_CALLS, MIN_CALLS, MAX_CALLS = 10, 3, 200
@@ -27,10 +21,11 @@ Kinds = Mapping[str, tuple[float, Callable[[], object]]]
 """Name -> (FLOP of a call, call)."""
 
 
-def seconds_of(work: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of one call, including its work on `device`."""
+def seconds_of(work: Callable[[], object], device: str = "cpu", calls: int = 1) -> float:
+    """Seconds of `calls` calls, including their work on `device`."""
     began = time.perf_counter()
-    work()
+    for _ in range(calls):
+        work()
     synchronize(device)
     return time.perf_counter() - began
 
@@ -63,11 +58,10 @@ def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
 
     kinds: dict[str, tuple[float, Callable[[], object]]] = {}
     side, boards = PIECE[device == "cpu"]
-    with _threads(1):
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            kinds[f"product {name}"] = _product(device, dtype, side)
-            kinds[f"convolution {name}"] = _convolution(device, dtype, boards)
-        best = _best(kinds, seconds)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        kinds[f"product {name}"] = _product(device, dtype, side)
+        kinds[f"convolution {name}"] = _convolution(device, dtype, boards)
+    best = _best(kinds, device, 1, seconds)
     return best["product bf16"] / best["product fp32"], best["convolution bf16"] / best["convolution fp32"]
 
 
@@ -81,71 +75,54 @@ def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> 
 
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     sides, repeat = (SIDES, 1) if device == "cpu" else (SIDES[1:], REPEAT)
-    with _threads(threads):
-        small = 1e9 * _best({dtype: _product(device, kind, sides[0])}, 0.0)[dtype]
-        fit = [n for n in sides if 2.0 * n**3 * repeat / small <= seconds / 4]
-        return round(_best({dtype: _product(device, kind, max(fit, default=sides[0]))}, seconds)[dtype], 1)
+    small = 1e9 * _best({dtype: _product(device, kind, sides[0])}, device, threads, 0.0)[dtype]
+    fit = [n for n in sides if 2.0 * n**3 * repeat / small <= seconds / 4]
+    largest = _product(device, kind, max(fit, default=sides[0]))
+    return round(_best({dtype: largest}, device, threads, seconds)[dtype], 1)
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Context with `count` torch threads. (torch.utils.benchmark has the same, but imports setuptools.)"""
+def _best(kinds: Kinds, device: str, threads: int, seconds: float) -> dict[str, float]:
+    """Name -> best rate (FLOP / 1e9 a second) with so many torch threads, alternating for `seconds`, at least one round
+    after the first. (torch.utils.benchmark imports setuptools.)"""
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    before, repeat, best = torch.get_num_threads(), 1 if device == "cpu" else REPEAT, dict.fromkeys(kinds, 0.0)
+    torch.set_num_threads(threads)
     try:
-        yield
+        for _, call in kinds.values():
+            seconds_of(call, device, repeat)
+        end = time.perf_counter() + seconds
+        while True:
+            for name, (flops, call) in kinds.items():
+                best[name] = max(best[name], repeat * flops / 1e9 / seconds_of(call, device, repeat))
+            if time.perf_counter() > end:
+                return best
     finally:
         torch.set_num_threads(before)
 
 
-def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
-    """Name -> best rate (work / 1e9 a second), alternating for `seconds`, at least one round."""
-    for _, call in kinds.values():
-        call()
-    best = dict.fromkeys(kinds, 0.0)
-    end = time.perf_counter() + seconds
-    while True:
-        for name, (work, call) in kinds.items():
-            best[name] = max(best[name], work / 1e9 / seconds_of(call))
-        if time.perf_counter() > end:
-            return best
-
-
-def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a square matrix product, synchronised.
+def _product(device: str, dtype: Any, n: int) -> tuple[float, Callable[[], object]]:
+    """(FLOP, call) of a square matrix product.
 
     Random numbers: constant ones draw so little power that a GPU clocks an eighth higher.
     """
     import torch
 
     a, b = _noise(device, dtype, n, n), _noise(device, dtype, n, n)
-    return _repeated(device, 2.0 * n**3, lambda: torch.mm(a, b))
+    return 2.0 * n**3, lambda: torch.mm(a, b)
 
 
-def _convolution(device: str, dtype: torch.dtype, boards: int) -> tuple[float, Callable[[], object]]:
+def _convolution(device: str, dtype: Any, boards: int) -> tuple[float, Callable[[], object]]:
     """(FLOP, call) of a 3x3 convolution on `boards` boards with 96 channels, forward and backward."""
     import torch
     from torch.nn import functional
 
     x, w = (_noise(device, dtype, *shape).requires_grad_() for shape in ((boards, 96, 8, 8), (96, 96, 3, 3)))
     flops = 3 * 2.0 * boards * 64 * 96 * 96 * 9
-    return _repeated(device, flops, lambda: torch.autograd.grad(functional.conv2d(x, w, padding=1).sum(), (x, w)))
+    return flops, lambda: torch.autograd.grad(functional.conv2d(x, w, padding=1).sum(), (x, w))
 
 
-def _repeated(device: str, flops: float, work: Callable[[], object]) -> tuple[float, Callable[[], object]]:
-    repeat = 1 if device == "cpu" else REPEAT
-
-    def call() -> None:
-        for _ in range(repeat):
-            work()
-        synchronize(device)
-
-    return flops * repeat, call
-
-
-def _noise(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def _noise(device: str, dtype: Any, *shape: int) -> Any:
     """Normal numbers from a separate stream, not a run's."""
     import torch
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import numpy as np
@@ -59,14 +58,12 @@ def rating(pairs: Counts) -> Rating:
     wide = 1 + z * z / effective
     centre = (score + z * z / (2 * effective)) / wide
     half = z * math.sqrt(decided / effective + z * z / (4 * effective**2)) / wide
-    sigma = math.sqrt(variance) if variance > 0 else 0.5 / math.sqrt(2 * n)
     return Rating(
         games=2 * n,
         score=score,
         elo=elo_of(score),
         low=elo_of(centre - half) if score > 0 else -math.inf,
         high=elo_of(centre + half) if score < 1 else math.inf,
-        superiority=NormalDist().cdf((score - 0.5) / sigma),
     )
 
 
@@ -138,7 +135,7 @@ def _likeliest(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
 class Rating:
     """Elo difference of the first to the second player with its 95 % interval; infinite at scores 0 and 1.
 
-    score: points a game. superiority: probability that the first is stronger.
+    score: points a game.
     """
 
     games: int
@@ -146,7 +143,6 @@ class Rating:
     elo: float
     low: float
     high: float
-    superiority: float
 
     def __str__(self) -> str:
         return f"{self.elo:+.1f} Elo [{self.low:+.1f}, {self.high:+.1f}], {self.games} games, score {self.score:.1%}"

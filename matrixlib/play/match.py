@@ -19,6 +19,10 @@ Player: TypeAlias = "Callable[[Turn], Choice]"
 TRIES = 50  # random games for each opening before giving up
 
 
+class EngineError(RuntimeError):
+    """A program that plays is missing, no engine, lacks an option, died, timed out, or played no legal move."""
+
+
 def random_player(game: Game, seed: int) -> Player:
     """Plays random legal moves, a function of seed and game number."""
 
@@ -143,7 +147,7 @@ class MatchOptions(Sprt, OpeningOptions):
 
     pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(64, "most pairs of games (one opening, colours swapped)")
     batch: Count = option(16, "pairs played at once; SPRT is tested after each batch")
-    num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
+    num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move, or a mate in one")
     random_plies: Annotated[int, Field(ge=3)] = option(
         6, "random plies of an opening without a file of them; below 3 there are too few"
     )

@@ -7,8 +7,6 @@ written; `manifest.json`, written after them, says which files of the run they a
 one before it, and what has arrived is not sent again.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

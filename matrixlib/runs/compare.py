@@ -7,8 +7,6 @@ Runs with equal seeds are pairs: the seed's effect cancels in their difference. 
     compare.differences(results, base="A")                             # a row a figure, 95 % intervals
 """
 
-from __future__ import annotations
-
 import datetime
 import gc
 import math

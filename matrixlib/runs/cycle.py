@@ -7,6 +7,7 @@ their own, `reports/<cycle>-001` ...
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
@@ -24,9 +25,9 @@ from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import file_hash, read_info
+from matrixlib.engine import optim
 from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
-from matrixlib.engine.optim import named_tensors
 from matrixlib.engine.task import active_terms
 from matrixlib.engine.validation import validate
 from matrixlib.files import read_json, write_json, write_text
@@ -78,6 +79,7 @@ def open_cycle(
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
         config = _with_start(folder, config)
+        optim.freeze(games.build(config), config.network.train.freeze)  # refuse unknown parts
         if not path.exists():
             write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
@@ -119,8 +121,9 @@ def _with_start(folder: Path, config: CycleConfig) -> CycleConfig:
             found = starts.read_start(own, get_task(own.task).task(own))
         except ValueError as error:
             raise CycleError(f"start '{config.start}': {str(error).removeprefix('train.init: ')}") from error
-        files.write_bytes(folder / games.START, safetensors.torch.save(dict(found.tensors)))
-        write_json(folder / "start.json", found.record)
+        kept = safetensors.torch.save(dict(found.tensors))
+        files.write_bytes(folder / games.START, kept)
+        write_json(folder / "start.json", {**found.record, "kept": hashlib.sha256(kept).hexdigest()})
     return config.model_copy(update={"network": changed(network, {"model": model})})
 
 
@@ -275,7 +278,7 @@ class Cycle:
             )
         named = {str(folders.get(name, name)): weight for name, weight in sources.items()}
         overrides = {
-            "seed": self.config.seed + number,
+            "seed": self.config.seed * games.SEEDS + number,
             "data": {"source": named},
             "runtime": configuration.dump(runtime_config(self.config.network, self.runtime).runtime),
         }
@@ -286,7 +289,7 @@ class Cycle:
         run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
-                run.trainer.start_from(named_tensors(self.network(generation.start).model))
+                run.trainer.start_from(optim.named_tensors(self.network(generation.start).model))
                 if self.config.carry and generation.start:
                     run.trainer.carry_on(games.newest_checkpoint(self.folder, self.config, generation.start))
             title = f"generation {number}: training from {generation.start}"
@@ -294,9 +297,8 @@ class Cycle:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
                     bar.update()
-        top1 = run.summary()["evaluation"].get("top1")
-        measured = self._on_new(run.data, number) | {"value_loss": self._value_loss(run.data, number)}
-        return generation.write(self.folder, top1=top1, **measured)
+        measured = self._on_games(run.data, number) | {"value_loss": self._value_loss(run.data, number)}
+        return generation.write(self.folder, **measured)
 
     def _shards(self, number: int) -> Path:
         """Folder of a generation's games."""
@@ -321,15 +323,18 @@ class Cycle:
             steps=config.updates(number, rows[-1]),
         )
 
-    def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
-        """Top-1 on held-out positions of self-play that occur in no training game, and their share."""
+    def _on_games(self, data: RunData, number: int) -> dict[str, float | None]:
+        """Top-1 on held-out positions of self-play, on those that occur in no training game, and their share."""
         known, games = data.training.of_records(self.rules.keys), self._of_games(data.validation)
-        rows = data.validation.only(games & ~np.isin(data.validation.of_records(self.rules.keys), known))
-        share = rows.count / max(1, games.sum())
-        if not rows.count:
-            return {"new": share}
-        figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
-        return {"new": share, "top1_new": figures.get("top1")}
+        new = games & ~np.isin(data.validation.of_records(self.rules.keys), known)
+
+        def top1(rows: np.ndarray) -> float | None:
+            loader = data.validation.only(rows)
+            return (
+                data.spec.evaluate(self.network(number), loader, data.catalogue).get("top1") if loader.count else None
+            )
+
+        return {"top1": top1(games), "top1_new": top1(new), "new": new.sum() / max(1, games.sum())}
 
     def _of_games(self, loader: Loader) -> np.ndarray:
         """Mask (N,) of a loader's rows of self-play."""
@@ -357,7 +362,8 @@ class Cycle:
         if not (trained and by_game[:, 2].any()):
             return {}
         loss, chance, count = by_game.sum(0)
-        error = np.sqrt(((by_game[:, 0] - by_game[:, 2] * loss / count) ** 2).sum()) if len(by_game) > 1 else chance
+        squares, known = ((by_game[:, 0] - by_game[:, 2] * loss / count) ** 2).sum(), (by_game[:, 2] > 0).sum()
+        error = np.sqrt(squares * known / (known - 1)) if known > 1 else chance
         figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
         return {name: float(value) for name, value in figures.items()}
 
@@ -368,6 +374,7 @@ class Cycle:
             return generation
         known = [row for g in (*self.history(), generation) for row in g.results.items()]
         beaten = {other for other, pairs in known if 0 < sum(pairs) == pairs[-1]}
+        beaten |= {g.number for g in self.history() for pairs in g.results.values() if 0 < sum(pairs) == pairs[0]}
         left = set(range(generation.number)) - beaten
         return generation.write(self.folder, anchor_by=max(left, default=generation.number - 1))
 

@@ -53,6 +53,7 @@ TRIAL_GAMES = 4
 START = "start.safetensors"  # weights of generation 0, of `start`
 WINDOW_LAW = 0.75, 0.4  # power, and positions that the window grows by for each new one at first
 BY_HEART_RATIO, BY_HEART_GAIN = 0.5, 0.05  # see `Generation.by_heart`
+SEEDS = 1_000_003  # of a generation: cycle's seed * SEEDS + number
 HELD_OUT = 20  # one in so many games is held out
 Share: TypeAlias = Annotated[Real, Field(gt=0, lt=1)]
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
@@ -177,9 +178,9 @@ class Generation(Section):
     by: generation that plays the games and is the opponent; begun: UTC; chunks: first game -> tally. start,
     sources, known, steps: fixed when training starts: generation of the initial weights, weights of recent
     generations' positions and of other data sets, number of decisions, updates (0: as the network's configuration
-    says). top1: on held-out positions, None if the game has no such figure; top1_new: on those in no training game;
-    new: their share. value_loss: on positions of the games trained on, on held-out ones, its standard error over
-    games, and chance; empty without such a term. match, anchor: the candidate's results by batch. anchor_by:
+    says). top1: on held-out positions of self-play, None if the game has no such figure; top1_new: on those in no
+    training game; new: their share. value_loss: on positions of the games trained on, on held-out ones, its standard
+    error over games, and chance; empty without such a term. match, anchor: the candidate's results by batch. anchor_by:
     opponent of the anchor match, None for generation 0 in cycles of before. rollbacks: between this decision and the
     next.
     """
@@ -270,13 +271,16 @@ def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
     """Averaged weights of a generation in `folder`, as safetensors; 0 is the network of `start`, or untrained."""
     if generation == 0 and config.start:
         try:
-            return (folder / START).read_bytes()
+            kept = (folder / START).read_bytes()
         except OSError as error:
             raise CycleError(f"{error.filename} cannot be read: bring it back, or begin another cycle") from error
+        if hashlib.sha256(kept).hexdigest() != read_json(folder / "start.json").get("kept"):
+            raise CycleError(f"{folder / START} is damaged or another network: bring it back, or begin another cycle")
+        return kept
     if generation:
         tensors = weights(newest_checkpoint(folder, config, generation))[0]
     else:
-        tensors = named_tensors(_model(config))
+        tensors = named_tensors(build(config))
     return safetensors.torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
@@ -288,7 +292,7 @@ def newest_checkpoint(folder: Path, config: CycleConfig, generation: int) -> Che
 
 def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
     """The cycle's network with these weights."""
-    model = _model(config)
+    model = build(config)
     model.load_state_dict(safetensors.torch.load(stored), strict=True)
     return get_task(config.network.task).network(model, config.network, runtime)
 
@@ -302,7 +306,8 @@ def judges(config: CycleConfig) -> Judges:
         raise ConfigError(f"selfplay: {error}") from error
 
 
-def _model(config: CycleConfig) -> nn.Module:
+def build(config: CycleConfig) -> nn.Module:
+    """The cycle's network with random weights."""
     return get_task(config.network.task).task(config.network).build_model()
 
 
@@ -336,16 +341,19 @@ def play_chunk(
     runtime.apply()
     spec, game = get_task(config.network.task), rules(config)
     evaluator = Evaluator(network(config, runtime, stored))
-    seed = config.seed * 1_000_003 + generation.number
+    seed = config.seed * SEEDS + generation.number
     began = time.monotonic()
     numbers = range(first, min(first + config.chunk, config.games))
     played = play_games(game.game, evaluator, numbers, config.selfplay, config.search, seed, openings, judges(config))
-    traces = sorted(played, key=lambda trace: trace.number)
+    outside = {number for number in numbers if number % HELD_OUT == HELD_OUT - 1}
+    traces = [  # what is held out is measured as it is, whatever it surprises
+        replace(trace, copies=trace.full.astype(np.int64)) if trace.number in outside else trace
+        for trace in sorted(played, key=lambda trace: trace.number)
+    ]
     hashes = {n: hashlib.blake2b(f"{cycle}/{generation.number}/{n}".encode(), digest_size=8) for n in numbers}
     ids = {n: int.from_bytes(named.digest(), "little") for n, named in hashes.items()}
     batch = game.batch(traces, ids)
-    outside = np.array([ids[number] for number in numbers if number % HELD_OUT == HELD_OUT - 1], np.uint64)
-    validation = np.isin(batch["records"]["game"], outside)
+    validation = np.isin(batch["records"]["game"], np.array([ids[number] for number in outside], np.uint64))
     endings = {ending: [ids[t.number] for t in traces if t.ending == ending] for ending in {t.ending for t in traces}}
     origin = {"cycle": cycle, "generation": generation.number, "by": generation.by, "first": first}
     origin["endings"] = endings  # how results came about -> ids of games, as in the records

@@ -15,6 +15,7 @@ from matrixlib.data.order import RankSlice
 from matrixlib.data.reader import WHOLE, Sidecars, kept_rows
 from matrixlib.data.shards import concat, write_shard
 from matrixlib.engine.parts import Parts
+from matrixlib.engine.stats import listed
 from matrixlib.hardware import backend
 from matrixlib.hardware.runtime import Runtime
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.curriculum import Phase
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.tasks.spec import TaskSpec
-
-NAMED = 5  # suspicious shards named in a message
 
 
 class RunError(ValueError):
@@ -159,8 +158,7 @@ class RunData:
         if doubts := [f"{row.name} ({outlier_text(row)})" for row in self.catalogue.shards() if outlier_text(row)]:
             use = self.config.data.suspicious == "use"
             fate = "used; data.suspicious: quarantine leaves them out" if use else "left out of this run"
-            more = f" and {len(doubts) - NAMED:,} more" if len(doubts) > NAMED else ""
-            yield f"suspicious shards, {fate}: {', '.join(doubts[:NAMED])}{more}"
+            yield f"suspicious shards, {fate}: {listed(doubts)}"
         if out := self.catalogue.shards(state="quarantined"):
             share = sum(row.count for row in out) / max(1, sum(row.count for row in self.catalogue.shards(state=None)))
             shards = f"{len(out)} shard{'s are' if len(out) > 1 else ' is'} quarantined"

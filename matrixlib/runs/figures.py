@@ -4,8 +4,6 @@
 `charts` and `marks` define the contents, `training_figure` draws them once, `panel/panel.js` live.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Independent parts of a job, computed in this process, in local processes, or on a Ray cluster."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

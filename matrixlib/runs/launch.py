@@ -18,15 +18,8 @@ import psutil
 
 from matrixlib import files, progress
 from matrixlib.hardware import machine, runtime
+from matrixlib.runs import record as records
 from matrixlib.runs import report
-from matrixlib.runs.record import (
-    changes_on_resume,
-    check_ranks,
-    newest_unfinished,
-    requested_config,
-    run_folder,
-    stored_record,
-)
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
@@ -55,14 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         progress.interactive()  # refuses a bad MATRIXLIB_LIVE before the kernel starts
         runtime.check_environment()
-        check_ranks(options.ranks)
+        records.check_ranks(options.ranks)
         if options.resume:
-            found = newest_unfinished()
+            found = records.newest_unfinished()
             options.preset, options.run, overrides = found.record["preset"], found.name, found.record["requested"]
-        requested = requested_config(options.preset, options.device, -1, options.steps, overrides)
-        folder = run_folder(options.preset, options.run, requested)
-        if record := stored_record(folder):  # refuse before the notebook of a finished run is replaced
-            changes_on_resume(folder, requested, record)
+        requested = records.requested_config(options.preset, options.device, -1, options.steps, overrides)
+        folder = records.run_folder(options.preset, options.run, requested)
+        if record := records.stored_record(folder):  # refuse before the notebook of a finished run is replaced
+            records.changes_on_resume(folder, requested, record)
         files.make_folder(folder)
     except ValueError as problem:
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)

@@ -1,7 +1,5 @@
 """Live panel of a training: interactive in JupyterLab, one picture elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager

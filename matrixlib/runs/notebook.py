@@ -40,24 +40,21 @@ class VerdictFailed(Exception):
     """At least one check of a notebook failed."""
 
 
-def check_parameters(
-    history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None, **bounds: Any
-) -> None:
+def check_parameters(**bounds: Any) -> None:
     """Validate the parameters: what papermill injected against the types of the `parameters` cell, and bounds.
 
     papermill only warns about undeclared names and guesses types. Types are the annotations (`seed: int = 0`); an int
     may stand for a float. bounds: name -> type of `config`, such as `games=Count`; open_run checks `seed` and `steps`.
-    history: sources of the cells run so far, values: name -> value; both default to IPython's. ParameterError, one
-    line, names each unknown parameter with the nearest known one, each wrong type, and each value out of bounds.
+    ParameterError, one line, names each unknown parameter with the nearest known one, each wrong type, and each value
+    out of bounds.
     """
-    if history is None or values is None:
-        shell = get_ipython()
-        if shell is None:
-            return
-        history, values = shell.user_ns["In"], shell.user_ns
+    shell = get_ipython()
+    if shell is None:
+        return
+    values = shell.user_ns
     interactive()  # refuses a bad MATRIXLIB_LIVE before anything is computed
     runtime.check_environment()
-    if not (problems := _mistyped(history, values)):
+    if not (problems := _mistyped(values["In"], values)):
         for name, bound in bounds.items():
             try:
                 TypeAdapter(bound).validate_python(values[name])

@@ -1,7 +1,5 @@
 """Training by several ranks: what each torchrun process does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -48,12 +48,8 @@ def requested_config(
     preset: str, device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = ""
 ) -> Config:
     """A preset with a notebook's parameters applied; explicit ones override `overrides`."""
-    given = ({"steps": steps} if steps else {}) | ({"init": init} if init else {})
-    arguments = {
-        **({"runtime": {"device": device}} if device != "auto" else {}),
-        **({"seed": seed} if seed != -1 else {}),
-        **({"train": given} if given else {}),
-    }
+    args = [("runtime.device", device, "auto"), ("seed", seed, -1), ("train.steps", steps, 0), ("train.init", init, "")]
+    arguments = configuration.nest({key: value for key, value, unset in args if value != unset})
     return load_config(preset, configuration.merge(overrides, arguments))
 
 

@@ -8,8 +8,6 @@ Then warnings, stability, runtime, configuration, environment, and what is missi
 templates/page.html.
 """
 
-from __future__ import annotations
-
 import base64
 import logging
 import os
@@ -194,9 +192,6 @@ def main(arguments: Sequence[str]) -> int:
             print(error, file=sys.stderr)
             failed = 1
     return failed
-
-
-# The page
 
 
 def _page(title: str, **content: Any) -> str:

@@ -350,6 +350,7 @@ def _open(
 ) -> Run:
     from matrixlib.engine import compiler, distributed
     from matrixlib.runs import start as starts
+    from matrixlib.runs.strength import StrengthMatch
 
     spec = get_task(requested.task)
     catalogue = spec.catalogue(requested)
@@ -376,17 +377,13 @@ def _open(
         starts.check_same_weights(f"teacher '{name}'", sha256, before, folder.name)
         messages.append(f"learns from {name} (SHA-256 {sha256[:12]})")
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size), parts)
+    if config.validation.strength.every and ranks.first:
+        data.strength = StrengthMatch(data, folder, record.get("anchor", {}))
     if not record:
         data = autotune.checked_runtime(data, requested)
         if data.runtime.device != runtime.device:
             data.teacher = spec.teacher(config, data.runtime, {})
-    if config.validation.strength.every and ranks.first:
-        from matrixlib.runs.strength import StrengthMatch
-
-        data.strength = StrengthMatch(data, folder)
-        if name := config.validation.strength.anchor:
-            sha256 = data.strength.record["sha256"]
-            starts.check_same_weights(f"anchor '{name}'", sha256, record.get("anchor", {}), folder.name)
+            data.strength = data.strength and StrengthMatch(data, folder, {})
     # After the self-test: the teacher's cached outputs are permanent.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     if data.runtime.compile:

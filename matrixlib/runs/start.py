@@ -1,8 +1,6 @@
 """How a run starts: random or pretrained weights, its teacher, and its trainer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, interval
+from matrixlib.engine.stats import listed
 from matrixlib.engine.task import Task
 from matrixlib.engine.trainer import Context, Trainer
 from matrixlib.runs.data import RunData, RunError
@@ -72,7 +71,7 @@ def read_start(config: Config, task: Task) -> Start:
         "left out of the source": left_out,
         "of the training, not of the network, so it counts for nothing": sorted(anew),
     }
-    problems = [f"{what}: {_listed(names)}" for what, names in lists.items() if names]
+    problems = [f"{what}: {len(names)} ({listed(names, LISTED)})" for what, names in lists.items() if names]
     differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
     if changes := ", ".join(f"model.{key} {old} -> {other}" for key, (old, other) in differences.items()):
         problems.append(f"the source's network has other options: {changes}")
@@ -97,9 +96,7 @@ def source_weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], A
         tensors = {name: tensor.contiguous() for name, tensor in net.model.state_dict().items()}
         counts = [count for name, count in tensors.items() if name.endswith("num_batches_tracked")]
         if getattr(options, "encoding", "") == "lc0" and not all(counts):
-            raise RunError(
-                f"train.init: '{source}' has its batch norm folded in, so it can be played, not trained further"
-            )
+            raise RunError(f"train.init: '{source}' has its batch norm folded in, so it can be played, not trained on")
         return tensors, options, file_hash(folder), set()
     given = parse_config(*read_run_config(folder), config.task)
     if given.task != config.task:
@@ -107,11 +104,6 @@ def source_weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], A
     model = get_task(given.task).task(given).build_model()
     tensors, sha256 = weights(pick_checkpoint(folder, given, named))
     return tensors, given.model, sha256, optim.training_only(model)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"{len(names)} ({', '.join(names[:LISTED])}{more})"
 
 
 def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None) -> Trainer:
@@ -138,7 +130,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
         curriculum=data.spec.curriculum(config),
         teacher=teacher,
         hooks=[(targets, config.train.targets_interval)] if ranks.first else [],
-        strength=data.strength,
+        strength=partial(data.strength, data) if data.strength else None,
         parts=data.parts,
         ranks=ranks,
     )

@@ -1,6 +1,7 @@
 """Matches of a network in training against an anchor: `validation.strength`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,12 @@ import safetensors.torch
 from torch import nn
 
 from matrixlib import files
-from matrixlib.engine.checkpoint import host_copies
+from matrixlib.engine.checkpoint import Checkpoints, host_copies
+from matrixlib.engine.network import Network
 from matrixlib.engine.optim import load_tensors, named_tensors
+from matrixlib.engine.stats import Event, Message
 from matrixlib.play.elo import rating
-from matrixlib.play.match import Choice, Player, Turn, play_pairs, search_player
+from matrixlib.play.match import Choice, EngineError, Player, Turn, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import load
@@ -21,56 +24,74 @@ START = "start.safetensors"  # the run's first weights, in its folder
 
 
 class StrengthMatch:
-    """Plays a run's network against its anchor. record: the anchor's name and SHA-256 for run.json, {} for the run's
-    own first weights. ValueError if anchor or openings are not usable."""
+    """Plays a run's network against its anchor. record: for run.json, name and SHA-256 of a network, or name of an
+    engine and what it calls itself; {} for the run's own first weights. before: that of the run's beginning.
+    ValueError if anchor or openings are not usable, or the anchor is another one."""
 
-    def __init__(self, data: RunData, folder: Path) -> None:
+    def __init__(self, data: RunData, folder: Path, before: Mapping[str, str]) -> None:
         config, game = data.config, data.spec.game
         assert game is not None, "refused by validate_config"
-        self._data, self._game, self._path = data, game.game, folder / START
         self._options = options = config.validation.strength
         self._openings = game.openings(options, options.pairs, config.seed, options.random_plies)
-        self._anchor, self.record = None, dict[str, str]()
-        if options.anchor:
+        self._game, self._path, self._anchor, self.record = game, folder / START, None, dict[str, str]()
+        try:
+            with game.engine(options.anchor) or nullcontext() as engine:
+                self.record = {"name": options.anchor, "engine": engine[0]} if engine else {}
+        except EngineError as error:
+            raise RunError(f"validation.strength.anchor: {error}") from error
+        begun = Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps()
+        if not options.anchor and begun and not self._path.exists():
+            raise RunError(self._lost())
+        if options.anchor and not self.record:
             self._anchor = load(options.anchor, device=data.runtime.device, compile=False, task=config.task)
             self.record = {"name": options.anchor, "sha256": self._anchor.sha256}
+        if before and self.record != before and self.record.get("sha256", "") != before.get("sha256"):
+            was = ", ".join(before.values())
+            raise RunError(f"anchor '{options.anchor}' is not that of run '{folder.name}' ({was}): name another run")
 
-    def __call__(self, model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
-        """Elo of a frozen network with its 95 % interval, within 1,500, score and games. At step 0 the network is kept
-        as the anchor, if there is no other, and None returned."""
-        data, options, starts = self._data, self._options, self._openings
+    def __call__(
+        self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None], messages: list[Message]
+    ) -> dict[str, float] | None:
+        """Elo of a frozen network with its 95 % interval, within 1,500, score and games; None and a message where an
+        engine, which is started anew for each match, fails. At step 0 the network is kept as the anchor, if there is no
+        other, and None returned."""
+        options, starts, game = self._options, self._openings, self._game.game
         if step == 0:
             if not options.anchor:
                 files.write_bytes(self._path, safetensors.torch.save(host_copies({"": named_tensors(model)})[""]))
             return None
-        if self._anchor is None:
-            self._anchor = data.spec.network(self._start(), data.config, data.runtime)
-        networks = data.spec.network(model, data.config, data.runtime), self._anchor
-        searches = SearchOptions(leaves=1)
-        one, other = (
-            _beating(search_player(self._game, Evaluator(net), options.simulations, searches), beat) for net in networks
-        )
-        match = play_pairs(self._game, one, other, starts.states, options.plies, history=starts.history)
+        own = self._player(data.spec.network(model, data.config, data.runtime))
+
+        def one(turn: Turn) -> Choice:
+            beat()
+            return own(turn)
+
+        running = self._game.engine(options.anchor) or nullcontext(("", self._player(self._network(data))))
+        try:
+            with running as (_, other):
+                match = play_pairs(game, one, other, starts.states, options.plies, history=starts.history)
+        except EngineError as error:
+            messages.append(Message(Event.MATCH, f"no match against '{options.anchor}': {error}"))
+            return None
         found = rating(match.pairs())
         elo, low, high = np.clip([found.elo, found.low, found.high], -MAX_ELO, MAX_ELO).tolist()
         return {"elo": elo, "low": low, "high": high, "score": found.score, "games": found.games}
 
-    def _start(self) -> nn.Module:
-        if not self._path.exists():
-            raise RunError(
-                f"{self._path} is missing, the network that validation.strength plays against: bring it back, name an "
-                "anchor, or set validation.strength.every to 0"
-            )
-        model = self._data.task.build_model()
-        load_tensors(model, safetensors.torch.load_file(self._path))
-        return model
+    def _player(self, net: Network) -> Player:
+        return search_player(self._game.game, Evaluator(net), self._options.simulations, SearchOptions(leaves=1))
 
+    def _lost(self) -> str:
+        return (
+            f"{self._path} is missing, the run's first weights, against which validation.strength plays; a run that "
+            "began without matches has none: bring it back, name an anchor, or set validation.strength.every to 0"
+        )
 
-def _beating(player: Player, beat: Callable[[], None]) -> Player:
-    """The player, with a heartbeat at every turn."""
-
-    def play(turn: Turn) -> Choice:
-        beat()
-        return player(turn)
-
-    return play
+    def _network(self, data: RunData) -> Network:
+        """The anchor's; RunError if the first weights are gone."""
+        if self._anchor is None:
+            if not self._path.exists():
+                raise RunError(self._lost())
+            model = data.task.build_model()
+            load_tensors(model, safetensors.torch.load_file(self._path))
+            self._anchor = data.spec.network(model, data.config, data.runtime)
+        return self._anchor

@@ -5,8 +5,6 @@ reports/<sweep>/optuna.log        the study: Optuna's journal
 reports/<sweep>-000-s0/ ...       the runs, by trial and seed
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
@@ -18,22 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from matrixlib import config as configuration
 from matrixlib import files
-from matrixlib.config import (
-    ConfigError,
-    Count,
-    CountOrZero,
-    NonNegative,
-    Positive,
-    Processes,
-    Section,
-    difference,
-    merge,
-    nest,
-    option,
-    read_preset,
-    validated,
-)
+from matrixlib.config import ConfigError, Count, CountOrZero, NonNegative, Positive, Processes, Section, option
 from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import get_task, load_config
 
@@ -146,10 +131,11 @@ def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: 
         import optuna  # noqa: F401
     except ImportError as error:
         raise SweepError("sweeps need Optuna: pip install 'matrixlib[sweep]' (or optuna)") from error
-    data, name = read_preset(preset, {}, files.PARAMS / "sweep")
-    sweep = validated(SweepConfig, data | dict(overrides or {}), name)
+    data, name = configuration.read_preset(preset, {}, files.PARAMS / "sweep")
+    sweep = configuration.validated(SweepConfig, data | dict(overrides or {}), name)
     if device != "auto":
-        sweep = sweep.model_copy(update={"overrides": merge(sweep.overrides, {"runtime": {"device": device}})})
+        overrides = configuration.merge(sweep.overrides, {"runtime": {"device": device}})
+        sweep = sweep.model_copy(update={"overrides": overrides})
     space, method = search_space(sweep), sweep.method
     staged, own_number, others = method == "staged", method in ("grid", "staged"), [*sweep.arms.values()][1:]
     greatest = f"is the best {sweep.measure} the greatest or the least? Give `highest: true` or `highest: false`"
@@ -171,7 +157,7 @@ def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: 
     first, spec = configs[0], get_task(configs[0].task)
     tasks = ", ".join({config.task for config in configs} - {first.task})
     _refuse(name, {f"trials of {first.task} and of {tasks} cannot be compared": tasks})
-    keys = sorted({key for config in configs for key in difference(config, first)})
+    keys = sorted({key for config in configs for key in configuration.difference(config, first)})
     measured_on = [key for key in keys if key.startswith((*HELD_OUT, *spec.measured_on_options))]
     objective = [key for key in keys if key.startswith(("task", *spec.objective_options))]
     budgets = {(config.train.steps, config.train.steps == "auto" and config.train.minutes) for config in configs}
@@ -226,20 +212,21 @@ def request(sweep: SweepConfig, values: Mapping[str, Any]) -> tuple[str, dict[st
     for arm in arms:
         own = dict(sweep.arms[arm])
         preset = own.pop("preset", preset)
-        changes = merge(changes, nest(own))
+        changes = configuration.merge(changes, configuration.nest(own))
     preset = values.get("preset", preset)
-    changes = merge(changes, nest({key: values[key] for key in sweep.space if key in values and key != "preset"}))
+    own = {key: values[key] for key in sweep.space if key in values and key != "preset"}
     if sweep.steps:
-        changes = merge(changes, {"train": {"steps": sweep.steps}})
+        own["train.steps"] = sweep.steps
     if sweep.minutes:
-        changes = merge(changes, {"train": {"steps": "auto", "minutes": sweep.minutes}})
+        own |= {"train.steps": "auto", "train.minutes": sweep.minutes}
+    changes = configuration.merge(changes, configuration.nest(own))
     if "compute" in values:
         config = load_config(preset, changes)
         flops = get_task(config.task).training_flops(config)
         if not flops:
             raise ConfigError(f"nobody has counted the operations of task {config.task}: give steps or minutes")
         steps = max(1, round(values["compute"] / (flops * config.train.batch_size)))
-        changes = merge(changes, {"train": {"steps": steps}})
+        changes = configuration.merge(changes, {"train": {"steps": steps}})
     return preset, changes
 
 

@@ -4,8 +4,6 @@ Rewritten when made and after a rollback, so that every update appears once. Nee
 (tensorboardX; for viewing: `pip install tensorboard`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -25,10 +23,8 @@ class Events:
     """Event files of the run in `folder`, with the updates so far. phases: description of each curriculum phase.
     ValueError without tensorboardX."""
 
-    def __init__(
-        self, folder: Path, rows: Iterable[Mapping[str, Any]], phases: Mapping[int, str] | None = None
-    ) -> None:
-        self._run, self._phases = folder, phases or {}
+    def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], phases: Mapping[int, str] = {}) -> None:
+        self._run, self._phases = folder, phases
         self.folder = folder / "events"
         self._write(rows)
 
@@ -68,6 +64,9 @@ class Events:
 
 def main(arguments: Sequence[str]) -> int:
     """Command line: write events of trained runs, by name or folder."""
+    if not arguments:
+        print("name a run: python -m matrixlib.runs.tensorboard <run>", file=sys.stderr)
+        return 1
     for run in arguments:
         folder = Path(run) if os.path.isdir(run) else files.reports_root() / run
         if not all(os.path.isfile(folder / name) for name in ("run.json", "metrics.jsonl")):
@@ -75,15 +74,12 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         try:
             with files.writing(folder):
-                events = Events(folder, metrics.read(folder / "metrics.jsonl"))
-                events.close()
+                Events(folder, metrics.read(folder / "metrics.jsonl")).close()
         except ValueError as error:
             print(error, file=sys.stderr)
             return 1
-        print(events.folder)
-    if not arguments:
-        print("name a run: python -m matrixlib.runs.tensorboard <run>", file=sys.stderr)
-    return 0 if arguments else 1
+        print(folder / "events")
+    return 0
 
 
 if __name__ == "__main__":

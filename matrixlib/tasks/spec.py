@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -121,6 +122,11 @@ class GameSpec(ABC):
                 "fewer pairs, more plies or another file"
             )
         return found
+
+    def engine(self, text: str) -> AbstractContextManager[tuple[str, Player]] | None:
+        """Name and player of an engine that a text says how to run, until the context ends; None for other texts.
+        ValueError for a wrong one; EngineError, also of the player."""
+        return None
 
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         """Rates of a network, and of a player with it, against perfect play. Only for solved games."""

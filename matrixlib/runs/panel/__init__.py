@@ -1,7 +1,5 @@
 """The live panel in a Jupyter front end: curves by uPlot. Only made where somebody looks at it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

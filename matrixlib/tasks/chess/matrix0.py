@@ -172,10 +172,8 @@ def infer_config(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
     missing = PUBLISHED_OPTIONS.keys() - stored.keys() - shapes.keys()
     unknown = [k for k in PUBLISHED_OPTIONS if k in missing and (shapes["attention"] or k[:9] != "attention")]
     listed = ", ".join(f"{key} {PUBLISHED_OPTIONS[key]}" for key in unknown)
-    message = (
-        f"the file stores no configuration; assumed as in Matrix0's published network: {listed}" if unknown else ""
-    )
-    return matrix0_config(PUBLISHED_OPTIONS | stored | shapes), message
+    message = f"the file stores no configuration; assumed as in Matrix0's published network: {listed}"
+    return matrix0_config(PUBLISHED_OPTIONS | stored | shapes), message if unknown else ""
 
 
 def _options_from_shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.files import SHIPPED, write_text
 from matrixlib.tasks.spec import find_run, weights
 
+TEXTS = "config.yaml", "run.json", "summary.json"
 POINTS = 100  # rows of metrics.jsonl that are kept, beside those with a validation
 
 
@@ -18,15 +19,15 @@ def ship(run: str | Path, folder: Path = SHIPPED) -> None:
     checkpoint of the weights that evaluation takes."""
     source, _ = find_run(run)
     stored = Checkpoints(source / "checkpoints", 2).pick("newest")
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.yaml", "run.json", "summary.json"):
-        write_text(folder / name, (source / name).read_text())
+    tensors, texts = weights(stored)[0], {name: (source / name).read_text() for name in TEXTS}
     rows = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
     apart = -(-len(rows) // POINTS)
     kept = [row for i, row in enumerate(rows) if i % apart == 0 or "validation" in json.loads(row)]
-    write_text(folder / "metrics.jsonl", "".join(kept))
-    Checkpoints(folder / "checkpoints", 2).save(stored.step, {"model": weights(stored)[0]}, {}, wait=True)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in {**texts, "metrics.jsonl": "".join(kept)}.items():
+        write_text(folder / name, text)
+    Checkpoints(folder / "checkpoints", 2).save(stored.step, {"model": tensors}, {}, wait=True)
 
 
 if __name__ == "__main__":

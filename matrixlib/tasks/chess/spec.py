@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from matrixlib.tasks.chess import bitboard, ssl_targets
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.game import ChessGame, by_material, open_tablebases, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, position_hashes
+from matrixlib.tasks.chess.stockfish.client import LIMITS
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.spec import (
     Check,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.parts import Parts
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Openings, States, Trace, Values
+    from matrixlib.play.match import Player
     from matrixlib.play.selfplay import Judges
     from matrixlib.tasks.chess.distill.teacher import ChessTeacher
     from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
@@ -65,6 +68,11 @@ class ChessGameSpec(GameSpec):
         from matrixlib.tasks.chess.openings import read_openings
 
         return read_openings(file, plies, count, seed)
+
+    def engine(self, text: str) -> AbstractContextManager[tuple[str, Player]] | None:
+        from matrixlib.tasks.chess.stockfish.player import running_engine
+
+        return running_engine(text) if any(word.startswith(LIMITS) for word in text.split()[1:]) else None
 
     def keys(self, records: np.ndarray) -> np.ndarray:
         return position_hashes(records, mirrored=True)

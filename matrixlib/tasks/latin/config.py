@@ -1,8 +1,6 @@
 """Options of Latin-square training: data, network, losses, curriculum."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,9 +19,7 @@ class LatinDataConfig(DataConfig):
 
 
 class SizeStages(StagesConfig):
-    stages: tuple[tuple[LatinSize, LatinSize], ...] = option(
-        ((3, 3), (3, 4), (3, 5)), "smallest and largest grid of a stage"
-    )
+    stages: tuple[tuple[LatinSize, LatinSize], ...] = option(((3, 3), (3, 4), (3, 5)), "smallest and largest grid")
     fractions: tuple[Fraction, ...] = option((0.1, 0.2, 0.7), "share of the updates that each stage lasts; sum is 1")
 
 
@@ -51,7 +47,7 @@ class LatinCurriculumConfig(CurriculumConfig):
     fill: FillStages = FillStages()
 
     @model_validator(mode="after")
-    def _ranges(self) -> LatinCurriculumConfig:
+    def _ranges(self) -> Self:
         if bad := [pair for pair in (*self.size.stages, *self.fill.stages) if pair[0] > pair[1]]:
             raise ValueError(f"a range runs from low to high, not {list(bad[0])}")
         if not all(self.mode.stages):
@@ -79,7 +75,7 @@ class LatinModelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _divides(self) -> LatinModelConfig:
+    def _divides(self) -> Self:
         if self.width % self.heads:
             raise ValueError(f"heads {self.heads} does not divide width {self.width}")
         return self
@@ -101,7 +97,7 @@ class LatinConfig(Config):
     curriculum: LatinCurriculumConfig = LatinCurriculumConfig()
 
     @model_validator(mode="after")
-    def _impossible_digits(self) -> LatinConfig:
+    def _impossible_digits(self) -> Self:
         if self.model.sinkhorn and self.loss.label_smoothing:
             raise ValueError(
                 "model.sinkhorn gives impossible digits no probability, and loss.label_smoothing asks for some: "

@@ -8,6 +8,7 @@ Arrays: G grids, N side, K = N digit indices; `cells` (G, N, N) int64 digit indi
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,6 @@ def _next_cell(
     return place, scores.flatten(1, 2)[torch.arange(len(scores), device=cells.device), place]
 
 
-# Rates
-
-
 @torch.inference_mode()
 def rates(
     model: nn.Module, pools: Mapping[int, np.ndarray], modes: Sequence[str], grids: int, seed: int = 0
@@ -169,15 +167,11 @@ def _rate(
         "accuracy": _share((filled == target)[gap]),
         "violations": wrong.cpu().double().mean().item(),
     }
-    for suffix, predictor in (("", predict), ("_baseline", None)):
-        rate[f"iterative{suffix}"] = _valid(iterative(cells, size, predictor, stream), size)
-    for suffix, predictor in (("", predict), ("_baseline", None)):
-        rate[f"beam{suffix}"] = _valid(beam(cells, size, predictor, stream, WIDTH), size)
+    for name, decoder in (("iterative", iterative), ("beam", partial(beam, width=WIDTH))):
+        for suffix, predictor in (("", predict), ("_baseline", None)):
+            decoded = decoder(cells, size, predictor, stream)
+            rate[f"{name}{suffix}"] = _share(~empty(decoded, size).flatten(1).any(1))
     return rate
-
-
-def _valid(decoded: Tensor, size: Tensor) -> float:
-    return _share(~empty(decoded, size).flatten(1).any(1))
 
 
 def _share(hits: Tensor) -> float:

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, Sums
 from matrixlib.tasks.latin.vocabulary import EMPTY, PAD
 
 IMPOSSIBLE = -1e9  # log-probability of a digit that the puzzle does not have
-
-Sums = dict[str, Tensor]
 
 
 def inside(size: Tensor, side: int) -> Tensor:
@@ -99,22 +97,11 @@ def violations(filled: Tensor, size: Tensor) -> Tensor:
     return sum((digits.sum(axis) - 1).clamp(min=0).sum((1, 2)) for axis in (1, 2))  # type: ignore[return-value]
 
 
-def cell_bounds(hidden: Tensor, size: Tensor, smoothing: float) -> tuple[float, float]:
-    """(chance, floor) of `cell_loss`: ln n a cell, and the entropy of the smoothed target.
-
-    The floor assumes a known square; with several completions no network reaches it.
-    """
-    cells = hidden.flatten(1).sum(1).double()
+def cell_floor(hidden: Tensor, size: Tensor, smoothing: float) -> float:
+    """Lowest `cell_loss`: the entropy of the smoothed targets. It assumes a known square; with several completions no
+    network reaches it."""
     n = size.double()
     rest = smoothing / n
     top = 1 - smoothing + rest
     entropy = -(torch.xlogy(top, top) + (n - 1) * torch.xlogy(rest, rest))
-    return (cells * n.log()).sum().item(), (cells * entropy).sum().item()
-
-
-def constraint_chance(target: Tensor, hidden: Tensor, size: Tensor) -> float:
-    """`constraint_loss` of uniform predictions; the floor is 0."""
-    k = target.shape[1]
-    digits = torch.arange(k, device=size.device) < size[:, None]
-    uniform = torch.where(digits, -size.double().log()[:, None], IMPOSSIBLE)[:, None, None]
-    return constraint_loss(uniform.expand(-1, k, k, -1), target, hidden, size)[0].item()
+    return (hidden.flatten(1).sum(1) * entropy).sum().item()

@@ -5,6 +5,7 @@ Arrays: B batch, N side of the largest grid in a batch, L = N * N cells, row by 
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.engine import onnx
+from matrixlib.tasks import transformer
 from matrixlib.tasks.latin.config import LatinModelConfig
 from matrixlib.tasks.latin.losses import sinkhorn
 from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, NAMES, PAD, SIDE, TOKENS, digits, token_table
@@ -21,18 +23,13 @@ RELATIONS = 4  # between two cells: 0 the same, 1 same row, 2 same column, 3 nei
 DEVIATION = 0.02  # of the initial weights
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP with residual connections."""
+class Block(transformer.Block):
+    """A block whose attention has a bias by the relation of two cells."""
 
     def __init__(self, config: LatinModelConfig) -> None:
-        super().__init__()
-        width, self.heads, self.dropout = config.width, config.heads, config.dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        width = config.width
+        super().__init__(width, config.heads, config.feedforward * width, config.dropout, partial(nn.LayerNorm, width))
         self.relation = nn.Parameter(torch.zeros(config.heads, RELATIONS)) if config.relations else None
-        self.inner = nn.Linear(width, config.feedforward * width)
-        self.outer = nn.Linear(config.feedforward * width, width)
-        self.drop = nn.Dropout(config.dropout)
 
     def relate(self, relations: Tensor, mask: Tensor) -> Tensor:
         """Attention bias (B or 1, heads or 1, L, L) from relations (L, L) int64 and mask (B or 1, 1, L, L), 0 or
@@ -41,13 +38,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """x (B, L, width); bias from `relate`, equal in every repeat."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias.to(q.dtype), dropout_p=self.dropout if self.training else 0.0
-        )
-        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
-        inner = nn.functional.gelu(self.inner(self.norm2(x)))
-        return x + self.drop(self.outer(inner))
+        q, k, v = self.split(x)
+        return self.mix(x, q, k, v, bias.to(q.dtype))
 
 
 class LatinNet(nn.Module):
@@ -114,9 +106,6 @@ class LatinNet(nn.Module):
         if self.config.causal:
             hidden = hidden | torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, float("-inf"))
-
-
-# ONNX
 
 
 class LatinOnnx(onnx.OnnxModule):

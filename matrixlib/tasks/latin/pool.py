@@ -18,8 +18,7 @@ from filelock import FileLock
 from numba import uint64
 from numpy.typing import NDArray
 
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.outliers import mark_outliers
+from matrixlib.data.catalogue import Catalogue, mark_outliers
 from matrixlib.data.shards import Layout, Shard, ShardError, write_shard
 from matrixlib.hardware.kernels import kernel
 from matrixlib.tasks.latin.vocabulary import SIDE
@@ -126,63 +125,45 @@ def is_latin(squares: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def _search(cells: I8, counts: I64, limit: Int, grids: I8) -> Int:
-    """Number of completions of `cells` (n, n), up to `limit`, depth first, most constrained cell next. The first are
-    written to `grids`; counts (n, n, n): completions with each digit in each cell."""
+def _search(cells: I8, rows: I64, columns: I64, counts: I64, limit: Int, grids: I8, found: Int) -> Int:
+    """`found` plus the completions of `cells` (n, n), up to `limit`, depth first, most constrained cell next. rows,
+    columns (n,): bits of their digits. The first are written to `grids`; counts (n, n, n): completions with each digit
+    in each cell."""
     n = len(cells)
-    rows, columns = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    empty = 0
+    row, column, fewest = -1, -1, n + 1
+    left: Int = 0
     for r, c in np.ndindex(n, n):
         if cells[r, c] < 0:
-            empty += 1
-        else:
-            rows[r] |= 1 << cells[r, c]
-            columns[c] |= 1 << cells[r, c]
-    full = (1 << n) - 1
-    at = np.zeros((empty + 1, 2), np.int64)  # the cell filled at each depth
-    left = np.zeros(empty + 1, np.int64)  # its digits that are not tried yet
-    solutions, depth = 0, 0
-    while depth >= 0:
-        if depth == empty:
-            if solutions < len(grids):
-                grids[solutions] = cells
-            solutions += 1
-            for r, c in np.ndindex(n, n):
-                counts[r, c, cells[r, c]] += 1
-            depth -= 1
-            if solutions >= limit:
-                return solutions
-        else:
-            fewest = n + 1
-            for r, c in np.ndindex(n, n):
-                if cells[r, c] < 0:
-                    options = full & ~(rows[r] | columns[c])
-                    number = 0
-                    while options:
-                        options &= options - 1
-                        number += 1
-                    if number < fewest:
-                        fewest = number
-                        at[depth, 0], at[depth, 1] = r, c
-            left[depth] = full & ~(rows[at[depth, 0]] | columns[at[depth, 1]])
-        while depth >= 0:  # the next digit at this depth, or back
-            r, c = at[depth]
-            if cells[r, c] >= 0:
-                rows[r] &= ~(1 << cells[r, c])
-                columns[c] &= ~(1 << cells[r, c])
-                cells[r, c] = -1
-            if left[depth]:
-                digit = 0
-                while not left[depth] >> digit & 1:
-                    digit += 1
-                left[depth] &= left[depth] - 1
-                cells[r, c] = digit
-                rows[r] |= 1 << digit
-                columns[c] |= 1 << digit
-                depth += 1
-                break
-            depth -= 1
-    return solutions
+            options: Int = ~(rows[r] | columns[c])
+            number: Int = 0
+            for digit in range(n):
+                number += options >> digit & 1
+            if number < fewest:
+                row, column, fewest, left = r, c, number, options
+    if row < 0:
+        if found < len(grids):
+            grids[found] = cells
+        for r, c in np.ndindex(n, n):
+            counts[r, c, cells[r, c]] += 1
+        return found + 1
+    for digit in range(n):
+        if left >> digit & 1 and found < limit:
+            rows[row] ^= 1 << digit
+            columns[column] ^= 1 << digit
+            cells[row, column] = digit
+            found = _search(cells, rows, columns, counts, limit, grids, found)
+            rows[row] ^= 1 << digit
+            columns[column] ^= 1 << digit
+    cells[row, column] = -1
+    return found
+
+
+def _complete(puzzle: np.ndarray, limit: int, grids: np.ndarray) -> tuple[np.ndarray, int]:
+    """(counts, number) of `_search`."""
+    n = len(puzzle)
+    bits = np.where(puzzle < 0, 0, 1 << np.maximum(puzzle, 0).astype(np.int64))
+    counts, rows, columns = np.zeros((n, n, n), np.int64), np.bitwise_or.reduce(bits, 1), np.bitwise_or.reduce(bits, 0)
+    return counts, int(_search(puzzle.astype(np.int8), rows, columns, counts, limit, grids, 0))
 
 
 def every(size: int) -> np.ndarray:
@@ -190,16 +171,14 @@ def every(size: int) -> np.ndarray:
     if not 1 <= size <= 5:
         raise ValueError(f"there are too many squares of size {size} to list; generate some")
     grids = np.empty((COUNTS[size], size, size), np.int8)
-    _search(np.full((size, size), -1, np.int8), np.zeros((size, size, size), np.int64), 1 << 62, grids)
+    _complete(np.full((size, size), -1), 1 << 62, grids)
     return grids.astype(np.uint8)
 
 
 def marginals(puzzle: np.ndarray, limit: int = 1_000_000) -> tuple[np.ndarray, int]:
     """Completions of `puzzle` (n, n), -1 = empty, with each digit in each cell, (n, n, n) int64, and their number; the
     ratio is the perfect prediction. ValueError at `limit` completions."""
-    n = len(puzzle)
-    counts = np.zeros((n, n, n), np.int64)
-    number = int(_search(puzzle.astype(np.int8), counts, limit, np.empty((0, n, n), np.int8)))
+    counts, number = _complete(puzzle, limit, np.empty((0, *puzzle.shape), np.int8))
     if number >= limit:
         raise ValueError(f"this puzzle has {limit:,} completions or more; reveal more cells")
     return counts, number
@@ -310,7 +289,7 @@ def quality(records: np.ndarray) -> dict[str, float]:
 
 
 def compared(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `quality` for `data.outliers`."""
+    """Those of `quality` for `mark_outliers`."""
     return {name: figures.get(name, np.nan) for name in ("latin", "distinct", "entropy")}
 
 

@@ -18,7 +18,7 @@ from matrixlib.data.loader import Loader
 from matrixlib.data.remote import local_path
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
 from matrixlib.engine.onnx import OnnxFile
-from matrixlib.engine.task import Batch, Ungated
+from matrixlib.engine.task import Batch, Sums, Ungated
 from matrixlib.files import cache_root
 from matrixlib.tasks.latin import decode, losses, pool
 from matrixlib.tasks.latin.config import LatinConfig
@@ -115,14 +115,11 @@ class LatinTask(Ungated):
         hidden = batch["hidden"].flatten(1)
         return {"cell": int(hidden.sum()), "constraint": int(hidden.any(1).sum())}
 
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """Sums of the active terms and their metrics (see losses.py)."""
         logits = model(tokens(batch), batch["size"], batch["mode"])
         target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
-        sums: dict[str, Tensor] = {}
-        metrics: dict[str, Tensor] = {}
+        sums, metrics = Sums(), Sums()
         with torch.autocast(logits.device.type, enabled=False):
             log_p = losses.digit_log_probabilities(logits, batch["digits"])
             for term in sorted(active):
@@ -135,20 +132,16 @@ class LatinTask(Ungated):
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor) as sums over the items of `counts`: see losses.py."""
+        """Per term (chance, floor) as sums over the items of `counts`. Chance: of equal logits."""
         target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
-        bounds = {
-            "cell": losses.cell_bounds(hidden, size, self.config.loss.label_smoothing),
-            "constraint": (losses.constraint_chance(target, hidden, size), 0.0),
-        }
+        logits, digits = torch.zeros(*target.shape, TOKENS), batch["digits"]
         if iterations := self.config.model.sinkhorn:  # a fresh network knows the digits of each line
-            same = torch.zeros(*target.shape, TOKENS)
-            log_p = losses.digit_log_probabilities(
-                losses.sinkhorn(same, tokens(batch), batch["digits"], iterations), batch["digits"]
-            )
-            bounds["cell"] = losses.cell_loss(log_p, target, hidden, size, 0.0)[0].item(), 0.0
-            bounds["constraint"] = losses.constraint_loss(log_p, target, hidden, size)[0].item(), 0.0
-        return bounds
+            logits = losses.sinkhorn(logits, tokens(batch), digits, iterations)
+        log_p = losses.digit_log_probabilities(logits, digits)
+        cell, _ = losses.cell_loss(log_p, target, hidden, size, 0.0)
+        constraint, _ = losses.constraint_loss(log_p, target, hidden, size)
+        floor = losses.cell_floor(hidden, size, self.config.loss.label_smoothing)
+        return {"cell": (cell.item(), floor), "constraint": (constraint.item(), 0.0)}
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """`cell` (B, N, N, N): logits of the puzzle's digits, NaN for others and outside the grid."""

@@ -1,31 +1,20 @@
 """Options of Melee training: data, network, losses."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import (
-    SEVERAL,
-    Config,
-    DataConfig,
-    Depth,
-    Fraction,
-    NonNegative,
-    Real,
-    Section,
-    Source,
-    Width,
-    option,
-)
+from matrixlib import config as configuration
+from matrixlib.config import Config, DataConfig, Depth, Fraction, NonNegative, Real, Section, Source, Width, option
 from matrixlib.tasks.melee.columns import DELAYS, OWN
 
 Delay = Annotated[int, Field(ge=0, le=DELAYS)]
 
 
 class MeleeDataConfig(DataConfig):
-    source: Source = option("sample", f"`sample` (ships with the package) or a folder of imported replays; {SEVERAL}")
+    source: Source = option(
+        "sample", f"`sample` (ships with the package) or a folder of imported replays; {configuration.SEVERAL}"
+    )
     window: Annotated[int, Field(ge=1, le=OWN)] = option(60, "frames of a window, 60 a second")
     delay: tuple[Delay, Delay] = option(
         (0, 0), "fewest and most frames from a state to its decision; held-out rows use the fewest"
@@ -36,7 +25,7 @@ class MeleeDataConfig(DataConfig):
     random_start: bool = option(True, "windows start at any frame of a row; false: at its first")
 
     @model_validator(mode="after")
-    def _range(self) -> MeleeDataConfig:
+    def _range(self) -> Self:
         if self.delay[0] > self.delay[1]:
             raise ValueError(f"delay runs from the least to the greatest, not {list(self.delay)}")
         return self
@@ -49,16 +38,14 @@ class MeleeModelConfig(Section):
     width: Width = option(256, "width of the trunk")
     layers: Depth = option(2, "layers of the trunk; of `residual` and `transformer`, blocks")
     heads: Width = option(4, "attention heads of the transformer")
-    norm: Literal["layer", "rms"] = option(
-        "layer", "LayerNorm or RMSNorm; of `mlp`, between a layer and its activation"
-    )
+    norm: Literal["layer", "rms"] = option("layer", "LayerNorm or RMSNorm; of `mlp`, before each activation")
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in the trunk")
     embedding: Width = option(64, "embedding size of actions and characters")
     head_width: Annotated[int, Field(ge=2)] = option(64, "hidden units of each controller head; half for the shoulder")
     autoregressive: bool = option(True, "autoregressive heads: buttons, main x, main y, c x, c y, shoulder")
 
     @model_validator(mode="after")
-    def _divides(self) -> MeleeModelConfig:
+    def _divides(self) -> Self:
         if self.trunk == "transformer" and self.width % (2 * self.heads):
             raise ValueError(f"width {self.width} must be a multiple of twice heads {self.heads}")
         return self
@@ -78,7 +65,7 @@ class MeleeLossConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _one_balance(self) -> MeleeLossConfig:
+    def _one_balance(self) -> Self:
         if self.rare + self.characters > 1:
             raise ValueError(
                 f"rare {self.rare} and characters {self.characters} are more than 1 together: what is rare would be "

@@ -4,10 +4,9 @@ A controller is 13 integers, `choices`: 8 buttons (0 or 1), main x, main y, c x,
 A network's `logits` (81): 8 for buttons, then those of the classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class Controller:
     shoulder: float
 
     @classmethod
-    def of(cls, choices: np.ndarray) -> Controller:
+    def of(cls, choices: np.ndarray) -> Self:
         """From choices (13,)."""
         pressed = tuple(name for name, held in zip(BUTTONS, choices[:8], strict=True) if held)
         x, y, c_x, c_y = (choices[8:12] / CENTRE - 1).tolist()
@@ -99,14 +98,14 @@ class Statistics:
     characters: Sequence[int] = field(default_factory=list)
 
     @classmethod
-    def count(cls, choices: np.ndarray, character: np.ndarray | None = None) -> Statistics:
+    def count(cls, choices: np.ndarray, character: np.ndarray | None = None) -> Self:
         """Of choices (n, 13) and own characters (n,)."""
         held = [choices[:, HEADS[0].choices].sum(0, dtype=np.int64)]
         held += [np.bincount(choices[:, head.choices][:, 0], minlength=head.classes) for head in HEADS[1:]]
         characters = [] if character is None else np.bincount(character, minlength=CHARACTERS).tolist()
         return cls(len(choices), np.concatenate(held).tolist(), characters)
 
-    def __add__(self, other: Statistics) -> Statistics:
+    def __add__(self, other: "Statistics") -> "Statistics":
         characters = [a + b for a, b in zip(self.characters, other.characters, strict=False)]
         return Statistics(self.frames + other.frames, np.add(self.held, other.held).tolist(), characters)
 

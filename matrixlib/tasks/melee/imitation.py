@@ -6,8 +6,6 @@ counts are changes: frames where a button goes down (an *onset*) or a stick move
 Shapes: n valid frames; choices (n, 13) and log-likelihoods as in controller.py and model.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

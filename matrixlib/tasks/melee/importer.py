@@ -3,35 +3,32 @@
 A folder of replays is one import, a replay one entry. About one replay in HELD_OUT is held out, by a hash of its bytes;
 the first new one if none would be and others remain to train on.
 
-The shipped sample set, `sample/`, is made by `python -m matrixlib.tasks.melee.importer FOLDER`: each game's
-`replay.read` output, one array along time for each byte of a frame, so that successive values compress.
+The shipped sample set, `sample/`, is made by `python tests/melee_sample.py FOLDER`: each game's `replay.read` output,
+one array along time for each byte of a frame, so that successive values compress.
 """
 
 import hashlib
 import io
 import lzma
 import os
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from matrixlib.data.catalogue import NAME, Catalogue
+from matrixlib.data.catalogue import NAME, Catalogue, mark_outliers
 from matrixlib.data.imports import ImportReport, ParseResult, Part, Storage, files_of, hash_of, import_each, import_logs
-from matrixlib.data.outliers import mark_outliers
 from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, write_shard
 from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, FOLLOWER, ITEM, LAYOUT, PLAYER
 from matrixlib.tasks.melee.controller import HEADS
 from matrixlib.tasks.melee.replay import NoGame, Replay, ReplayError, read
 from matrixlib.tasks.melee.windows import figures, stretches
-from matrixlib.tasks.shipped import read_manifest, unpack, write_shipped
+from matrixlib.tasks.shipped import unpack
 
 VERSION = 1  # of what decides about names and bytes
 SHARD = 2048  # rows of a shard: some 17 MB, six games
@@ -72,16 +69,10 @@ class Slippi:
         return entries.result(batch, 1, len(rows), rows)
 
 
-def import_replays(
-    paths: Path | str | Iterable[Path | str],
-    folder: Path | str,
-    workers: int | None = None,
-    progress: bool = True,
-    limit: int | None = None,
-) -> ImportReport:
+def import_replays(paths: Path | str | Iterable[Path | str], folder: Path | str, **options: Any) -> ImportReport:
     """Import replays and folders of replays into a shard folder; finished work is skipped.
 
-    Corrupt ones are quarantined (`data.imports.quarantined`), those not between two people skipped. Options as
+    Corrupt ones are quarantined (`data.imports.quarantined`), those not between two people skipped. options: of
     `data.imports.import_each`. ValueError for a path without replays, or without peppi-py.
     """
     named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
@@ -93,11 +84,11 @@ def import_replays(
     jobs = [(path, Slippi(known.get(path, split))) for path in named]
     mark = partial(mark_outliers, figures=compared)
     storage = Storage(LAYOUT, VERSION, SHARD, STEP, lambda rows: rows["held_out"] > 0, lambda batch: {}, figures, mark)
-    return import_each(jobs, Path(folder), storage, workers, progress, limit)
+    return import_each(jobs, Path(folder), storage, **options)
 
 
 def compared(quality: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of a shard that `data.outliers` compares, from its `windows.figures`: own frames a row, rate of each
+    """Figures of a shard that `mark_outliers` compares, from its `windows.figures`: own frames a row, rate of each
     button, entropy of each axis and of the shoulder (nats)."""
     from scipy.stats import entropy  # takes a second to import
 
@@ -148,8 +139,6 @@ def _replays(path: Path) -> list[Path]:
     return files
 
 
-# The sample set
-
 SAMPLE = Path(__file__).parent / "sample"
 ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     "number": (np.dtype("<i8"), ()),
@@ -161,22 +150,8 @@ ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
 """Of a replay: kind and shape of each entry."""
 
 
-def encode(games: Sequence[Replay]) -> bytes:
-    """Games to the shipped bytes; deterministic."""
-    columns = {}
-    for number, game in enumerate(games):
-        columns[f"{number} facts"] = np.array([game.stage, *game.ports, game.known], "<i8")
-        for name, (kind, shape) in ARRAYS.items():
-            values = np.ascontiguousarray(getattr(game, name), kind)
-            frames = values.view(np.uint8).reshape(len(values), kind.itemsize * prod(shape))
-            columns[f"{number} {name}"] = np.ascontiguousarray(frames.T)
-    plain = io.BytesIO()
-    np.savez(plain, **columns)  # type: ignore[arg-type]
-    return lzma.compress(plain.getvalue(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
-
-
 def decode(data: bytes) -> list[Replay]:
-    """Inverse of `encode`. Trusts the bytes: callers verify the checksum."""
+    """Games of the shipped bytes, which it trusts: callers verify the checksum."""
     games = []
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
         for number in range(len(stored.files) // (1 + len(ARRAYS))):
@@ -189,22 +164,12 @@ def decode(data: bytes) -> list[Replay]:
     return games
 
 
-def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Compress the games named in the manifest of `folder` from a folder of replays; returns the new manifest. For
-    maintainers."""
-    old = read_manifest(folder)
-    data = encode([read(Path(replays, game["file"])) for game in old["games"]])
-    with tempfile.TemporaryDirectory() as scratch:
-        infos = _write(Path(scratch), data, old["meta"])
-    return write_shipped(folder, old["file"], data, {"games": old["games"]}, old["meta"], infos)
-
-
 def unpack_sample() -> Path:
     """Folder of the unpacked sample set; see `shipped.unpack`."""
-    return unpack(SAMPLE, "melee", _write)
+    return unpack(SAMPLE, "melee", write_sample)
 
 
-def _write(folder: Path, data: bytes, meta: Mapping[str, Any]) -> list[ShardInfo]:
+def write_sample(folder: Path, data: bytes, meta: Mapping[str, Any]) -> list[ShardInfo]:
     """Shards of the games, one a split."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [stretches(game, held_out) for game, held_out in zip(decode(data), meta["held_out"], strict=True)]
@@ -214,7 +179,3 @@ def _write(folder: Path, data: bytes, meta: Mapping[str, Any]) -> list[ShardInfo
         facts = own | {"split": split, "quality": figures(batch)}
         infos.append(write_shard(folder / f"sample_{split}.npz", LAYOUT, batch, facts))
     return infos
-
-
-if __name__ == "__main__":
-    print(ship(sys.argv[1])["bytes"], "bytes")

@@ -8,6 +8,7 @@ with explicit memory: a tuple of tensors with first size B.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import cast
 
@@ -19,6 +20,7 @@ from matrixlib.tasks.melee.columns import CHARACTERS
 from matrixlib.tasks.melee.config import MeleeModelConfig
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head
 from matrixlib.tasks.melee.windows import ACTIONS, INPUTS
+from matrixlib.tasks.transformer import Block
 
 State = tuple[Tensor, ...]
 Correct = Callable[[Head, Tensor], Tensor]
@@ -124,29 +126,6 @@ class Recurrent(Trunk):
         return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-class Block(nn.Module):
-    """Pre-norm causal attention and MLP with residual connections."""
-
-    def __init__(self, config: MeleeModelConfig) -> None:
-        super().__init__()
-        width, self.heads, self.dropout = config.width, config.heads, config.dropout
-        self.norm1, self.norm2 = norm(config), norm(config)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(config.dropout)
-
-    def split(self, x: Tensor) -> Tensor:
-        """Queries, keys, values (3, B, heads, T, W / heads) of x (B, T, W), before rotation."""
-        return cast(Tensor, self.qkv(self.norm1(x))).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """x (B, T, W) after attention of T queries to the keys, and MLP."""
-        drop = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
-        x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self.drop(self.outer(F.gelu(self.inner(self.norm2(x)))))
-
-
 class Transformer(Trunk):
     """Causal attention over the last `window` frames with rotary position embedding.
 
@@ -159,7 +138,8 @@ class Transformer(Trunk):
     def __init__(self, config: MeleeModelConfig, window: int) -> None:
         super().__init__()
         self.window, self.width, self.heads = window, config.width, config.heads
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        sizes = config.width, config.heads, 4 * config.width, config.dropout
+        self.blocks = nn.ModuleList(Block(*sizes, partial(norm, config)) for _ in range(config.layers))
         self.norm = norm(config)
         frames = torch.arange(window)
         self.register_buffer("turns", self._rotations(frames), persistent=False)
@@ -239,10 +219,6 @@ class Heads(nn.Module):
                 layer.weight.normal_(std=DEVIATION)
                 layer.bias.copy_(start[head.logits])
 
-    def unfold(self, choices: Tensor) -> Tensor:
-        """(..., 81) fp32 of controllers (..., 13): buttons as they are, classes one-hot."""
-        return (choices.index_select(-1, self.columns) == self.values).float()
-
     def forward(self, x: Tensor, choices: Tensor) -> Tensor:
         """(..., 81) logits, teacher-forced by `choices` (..., 13)."""
         return self._run(x, lambda number, logits: choices[..., HEADS[number].choices])[0]
@@ -309,7 +285,8 @@ class MeleeNet(nn.Module):
     def encode(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor) -> Tensor:
         """(..., W) before the trunk."""
         embedded = (self.action(action).flatten(-2), self.character(character).flatten(-2))
-        return cast(Tensor, self.first(torch.cat([numeric, *embedded, self.heads.unfold(previous)], -1)))
+        held = previous.index_select(-1, self.heads.columns) == self.heads.values  # one-hot, but for buttons
+        return cast(Tensor, self.first(torch.cat([numeric, *embedded, held.float()], -1)))
 
     def step(
         self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, state: State

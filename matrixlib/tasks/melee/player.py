@@ -69,9 +69,6 @@ class Player:
         return Controller.of(self._waiting.popleft())
 
 
-# ONNX
-
-
 class MeleeOnnx(onnx.OnnxModule):
     """One frame of the network for export: memory goes in as `memory_0`, ... and out as `next_memory_0`, ...; zeros
     before the first frame. `noise` (b, 81) decides: zeros give modes, `gumbel` samples."""

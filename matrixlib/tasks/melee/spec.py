@@ -22,7 +22,7 @@ from matrixlib.data.reader import kept_rows
 from matrixlib.data.remote import local_path
 from matrixlib.data.shards import Shard, select
 from matrixlib.engine.onnx import OnnxFile
-from matrixlib.engine.task import Batch, Ungated
+from matrixlib.engine.task import Batch, Sums, Ungated
 from matrixlib.tasks.melee import imitation, windows
 from matrixlib.tasks.melee.columns import BUTTONS, LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
@@ -95,9 +95,7 @@ class MeleeTask(Ungated):
         """Valid frames, equal for every term."""
         return dict.fromkeys(self.weights, int(batch["valid"].sum()))
 
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """Sums of the active terms over valid frames, weighted by `frame_weights`, and metrics, which are not.
 
         `nll`: of corrected probabilities, summed over buttons; `accuracy`: of the most probable class, mean over
@@ -107,8 +105,7 @@ class MeleeTask(Ungated):
         logits, objective = self._logits(model, batch), self.objective(model)
         target, previous, valid = batch["choices"].long(), batch["previous"].long(), batch["valid"].bool()
         frame_weights = self.frame_weights(batch)
-        sums: dict[str, Tensor] = {}
-        metrics: dict[str, Tensor] = {}
+        sums, metrics = Sums(), Sums()
 
         def total(value: Tensor) -> Tensor:
             return torch.where(valid, value.float(), 0.0).sum()

@@ -194,9 +194,6 @@ def mirror(scene: np.ndarray, rows: np.ndarray) -> None:
         scene["item"][field][rows, ..., 0] *= -1
 
 
-# Rows
-
-
 def stretches(replay: Replay, held_out: bool) -> Batch:
     """The rows of a game, by player, in order. Rows never cross gaps in frame numbers."""
     breaks = np.flatnonzero(np.diff(replay.number) != 1) + 1
@@ -258,9 +255,6 @@ def figures(batch: Batch) -> dict[str, Any]:
         "games": len(np.unique(records["game"])),
         "classes": asdict(count(batch)),
     }
-
-
-# Windows
 
 
 def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Batch:

@@ -4,13 +4,11 @@ The cache is a sidecar file per shard in shard format: rows `losses.RECORD`, blo
 teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,7 +41,7 @@ class ChessTeacher:
     blocks: tuple[int, ...] = ()  # of the feature loss
 
     @classmethod
-    def of(cls, net: Net, config: ChessConfig) -> ChessTeacher:
+    def of(cls, net: Net, config: ChessConfig) -> Self:
         """The teacher of a student's configuration; ValueError if the network lacks a head or block."""
         name, blocks = config.teacher.network, tuple[int, ...]()
         if config.teacher.wdl and net.task.config.model.value.kind == "scalar":
@@ -53,9 +51,8 @@ class ChessTeacher:
             if tower is None:
                 remedy = "give its run, or set teacher.features to 0"
                 raise ValueError(f"teacher '{name}' is an ONNX file, without access to its blocks: {remedy}")
-            blocks = tuple(
-                theirs for _, theirs in soft.block_pairs(config.teacher, tower_depth(config.model), len(tower))
-            )
+            pairs = soft.block_pairs(config.teacher, tower_depth(config.model), len(tower))
+            blocks = tuple(theirs for _, theirs in pairs)
         return cls(net, config.teacher, net.sha256, blocks)
 
     @property
@@ -170,7 +167,6 @@ def _query_block(shard: Shard, places: np.ndarray, teacher: ChessTeacher, task: 
         part = {name: torch.from_numpy(array[start : start + QUERY_ROWS]) for name, array in inputs.items()}
         out = teacher.query(part)
         wdl = out.get("teacher_wdl", torch.zeros(len(part["pieces"]), 3))
-        parts.append(
-            soft.pack_outputs(*(tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"])))
-        )
+        arrays = (tensor.numpy() for tensor in (out["teacher_policy"], wdl, part["policy_index"]))
+        parts.append(soft.pack_outputs(*arrays))
     return np.concatenate(parts)

@@ -15,21 +15,21 @@ from matrixlib.play.match import Choice, Match, Player, Turn, play_pairs, random
 from matrixlib.play.search import Evaluator, SearchOptions
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.chess.records import captured_value, move_from_index, policy_index, to_board
+from matrixlib.tasks.chess.records import captured_value
 from matrixlib.tasks.chess.spec import TASK, load
-from matrixlib.tasks.chess.stockfish.client import Engine, EngineError, Stockfish, read_setup
-from matrixlib.tasks.chess.uci.protocol import legal_move
+from matrixlib.tasks.chess.stockfish.client import Stockfish
+from matrixlib.tasks.chess.stockfish.player import HASH_MB, engine_player, running_engine
 
 Names: TypeAlias = tuple[str, str]
 # One leaf a tree: batches are filled by many games, and virtual loss costs strength
 MATCH_SEARCH = SearchOptions(leaves=1)
 OPENING_PLIES = 6
 RESERVED_NAMES = ("network", "Stockfish")  # players are called "network 100", "Stockfish 1500"
-HASH_MB = 16  # Stockfish's default
 
 
 def network_player(net: Net, simulations: int) -> Player:
-    """Player of the best move of a search without noise; 0 simulations: the policy's best move."""
+    """Player of the best move of a search without noise; 0 simulations: the policy's best move, or a mate
+    in one."""
     return search_player(ChessGame(), Evaluator(net), simulations, MATCH_SEARCH)
 
 
@@ -48,46 +48,11 @@ def capture_player(seed: int) -> Player:
     return play
 
 
-def open_engine(text: str) -> tuple[Engine, str]:
-    """A UCI engine (see `client.read_setup`) with one thread and a small hash, unless its options say otherwise, and
-    its limit. ValueError; EngineError."""
-    setup = read_setup(text)
-    kind, amount = setup.limit.split()
-    timeout = 60 + (int(amount) / 1000 if kind == "movetime" else 0)
-    return Engine(setup.command, {"Threads": 1, "Hash": HASH_MB}, setup.options, timeout), setup.limit
-
-
-def check_engines(texts: Sequence[str]) -> None:
-    """Ask every engine for a first move; errors of `open_engine` and `engine_player`."""
-    for text in texts:
-        engine, limit = open_engine(text)
-        with engine:
-            player = engine_player(engine, limit)
-            play_pairs(ChessGame(), player, player, ChessGame().initial(1), plies=1)
-
-
-def engine_player(engine: Engine, limit: str) -> Player:
-    """Player of a UCI engine; limit: of `go`. The engine gets the game so far, for repetitions, with an empty hash, as
-    it plays many games at a time. EngineError for an illegal move."""
-
-    def play(turn: Turn) -> Choice:
-        answers = []
-        for state, past, moves in zip(turn.states, turn.past, turn.moves, strict=True):
-            board = to_board(past[0] if len(past) else state)
-            start = board.fen()
-            for index in moves:
-                board.push(move_from_index(index, board))
-            position = " ".join([f"fen {start}", "moves", *(move.uci() for move in board.move_stack)])
-            position = position.removesuffix(" moves")
-            engine.new_game()
-            answer = engine.best_move(position, limit)
-            try:
-                answers.append(policy_index(legal_move(board, answer), board.turn))
-            except ValueError as error:
-                raise EngineError(f"{engine.name} answers '{answer}' in `{position}`: {error}") from error
-        return Choice(np.array(answers, np.int32))
-
-    return play
+def check_engines(texts: Sequence[str], elos: Sequence[int] = ()) -> None:
+    """Start every engine, and Stockfish with each UCI_Elo, and ask it for a first move; errors of `running_engine`."""
+    for text in (*texts, *(f"stockfish nodes=1 UCI_LimitStrength=true UCI_Elo={elo}" for elo in elos)):
+        with running_engine(text):
+            pass
 
 
 def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]:
@@ -122,7 +87,7 @@ def gauntlet(
     """Play matches of `games` games (two per opening); yields the players' names and the match.
 
     The network at each number of simulations plays a random player, the best capture, Stockfish at each UCI_Elo, each
-    of `engines` (see `open_engine`), itself at the next smaller number, and each of `opponents` at the same number.
+    of `engines` (see `running_engine`), itself at the next smaller number, and each of `opponents` at the same number.
     tournament: all other pairs play too. openings: those of `match_openings`, default random ones.
     EngineError without Stockfish, for an Elo outside its range, and for engines that fail.
     """
@@ -136,10 +101,8 @@ def gauntlet(
             stockfish = running.enter_context(Stockfish(hash_mb=HASH_MB, options=options))
             others[f"Stockfish {elo}"] = engine_player(stockfish, f"nodes {engine_nodes}")
         for number, text in enumerate(engines, 1):
-            engine, limit = open_engine(text)
-            running.enter_context(engine)
-            name = f"{engine.name} {limit}"
-            others[name if name not in others else f"{name} ({number})"] = engine_player(engine, limit)
+            name, player = running.enter_context(running_engine(text))
+            others[name if name not in others else f"{name} ({number})"] = player
         meetings = [(one, other) for one in networks for other in others]
         meetings += [(more, fewer) for fewer, more in pairwise(networks)]
         pairs = [(count, name) for count in sorted(set(simulations)) for name in opponents or {}]

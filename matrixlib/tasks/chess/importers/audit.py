@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pandas import DataFrame, concat
 
-from matrixlib.data import outliers
+from matrixlib.data import catalogue
 from matrixlib.data.catalogue import Catalogue, ShardRow
 from matrixlib.data.imports import import_logs
 from matrixlib.data.remote import local_path
@@ -34,9 +34,6 @@ COMPARED_FIGURES = [
     *("men", "ply", "black", "known_result", "known_wdl"),
     *("win", "draw", "loss", "white", "value", "value_gap"),
 ]
-
-
-# Positions
 
 
 def faults(batch: Batch) -> dict[str, NDArray[np.bool_]]:
@@ -93,9 +90,6 @@ def position_statistics(batch: Batch) -> dict[str, NDArray[Any]]:
     }
 
 
-# Shards
-
-
 def shard_quality(batch: Batch) -> dict[str, float]:
     """Quality figures of a shard, unknown ones omitted; most are means of `position_statistics`.
 
@@ -126,12 +120,9 @@ def _compared(quality: Mapping[str, Any]) -> dict[str, float]:
     return {name: quality.get(name, np.nan) for name in COMPARED_FIGURES}
 
 
-OUTLIER_Z = outliers.OUTLIER_Z
-outlier_scores = partial(outliers.outlier_scores, figures=_compared)
-mark_outliers = partial(outliers.mark_outliers, figures=_compared)
-
-
-# A folder
+OUTLIER_Z = catalogue.OUTLIER_Z
+outlier_scores = partial(catalogue.outlier_scores, figures=_compared)
+mark_outliers = partial(catalogue.mark_outliers, figures=_compared)
 
 
 def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[int, int] = (0, 65535)) -> DataFrame:

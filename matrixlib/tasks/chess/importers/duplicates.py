@@ -33,9 +33,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     if out.exists():
         facts = json.loads((out / MANIFEST).read_text()) if (out / MANIFEST).is_file() else {}
         if facts.get("made_of") != made_of:
-            raise ValueError(
-                f"{out} was not made from the current shards of {folder}: give another folder, or delete it"
-            )
+            raise ValueError(f"{out} was not made from the current shards of {folder}: give another, or delete it")
         return dict(facts["counts"])
     # One open shard at a time: there may be more than the limit of open files
     keys = [position_hashes(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows]

@@ -16,7 +16,7 @@ from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, from_boards, parse_fen, policy_index, position_ids
-from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish, score_of
+from matrixlib.tasks.chess.stockfish.client import Stockfish, score_of
 from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, Positions, assemble, label, level_weights, wdl_of_score
 from matrixlib.tasks.chess.stockfish.sample import Parameters
 
@@ -151,7 +151,7 @@ class Epd:
 class Labelled:
     """FEN or EPD positions, labelled by Stockfish like the sample set; operations are ignored.
 
-    stockfish: path or name of the engine, default the one on PATH. Depths: see `sample.Parameters`.
+    stockfish: the engine, see `client.Stockfish`; default the one on PATH. Depths: see `sample.Parameters`.
     """
 
     source: ClassVar[str] = "labelled"
@@ -161,7 +161,7 @@ class Labelled:
 
     def parts(self, path: Path) -> Iterator[Part]:
         """Raises EngineError without Stockfish."""
-        find_stockfish(self.stockfish)
+        Stockfish(self.stockfish).close()
         yield from notation.line_parts(path, LABELLED_PART_BYTES)
 
     def read(self, part: Part) -> ParseResult:

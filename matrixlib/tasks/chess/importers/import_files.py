@@ -6,6 +6,7 @@ PGN games that the folder already holds are skipped; other duplicates are stored
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from matrixlib import config as configuration
 from matrixlib.data.imports import COMPRESSED, ImportReport, Reader, Storage, files_of, import_each
@@ -36,25 +37,19 @@ NESTED = (".tar.zst", *(f"{kind}{ending}" for kind in (".tgz", ".npz") for endin
 
 
 def import_files(
-    paths: Path | str | Iterable[Path | str],
-    folder: Path | str,
-    reader: Reader | None = None,
-    workers: int | None = None,
-    progress: bool = True,
-    limit: int | None = None,
+    paths: Path | str | Iterable[Path | str], folder: Path | str, reader: Reader | None = None, **options: Any
 ) -> ImportReport:
     """Import files into a folder of shards, created if missing; skips what was imported. A folder of one format (Lc0
     games) counts as one file.
 
-    reader: default by extension. workers: processes, default one per core. limit: stop each file after the step that
-    reaches this number of positions; another call resumes. ValueError for a file that cannot be imported, ImportStopped
-    if a worker died.
+    reader: default by extension. options: of `data.imports.import_each`. ValueError for a file that cannot be imported,
+    ImportStopped if a worker died.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
     checks = audit.faults, audit.shard_quality, audit.mark_outliers
     storage = Storage(LAYOUT, IMPORT_VERSION, SHARD_RECORDS, STEP_POSITIONS, in_validation, *checks)
-    return import_each(jobs, Path(folder), storage, workers, progress, limit)
+    return import_each(jobs, Path(folder), storage, **options)
 
 
 def import_listed(
@@ -77,7 +72,7 @@ def import_listed(
     texts = []
     for path, reader in zip(files, found, strict=True):
         own = Pgn(repair) if isinstance(reader, Pgn) else reader
-        report = import_files(path, folder, own, workers or None, limit=limit or None)
+        report = import_files(path, folder, own, workers=workers or None, limit=limit or None)
         texts.append(f"{path.name} ({reader.source})\n{report.text()}")
     return "\n\n".join(texts)
 

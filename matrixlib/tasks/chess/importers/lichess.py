@@ -18,14 +18,8 @@ from matrixlib.data.imports import ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.records import LAYOUT, Records, game_id, play, position_ids
+from matrixlib.tasks.chess.stockfish import labels
 from matrixlib.tasks.chess.stockfish.client import MATE, score_of
-from matrixlib.tasks.chess.stockfish.labels import (
-    LEVEL_CENTIPAWNS,
-    NO_WEIGHT,
-    level_weights,
-    to_centipawns,
-    wdl_of_score,
-)
 
 PART_BYTES = 1 << 18  # about 1,500 puzzles or 350 evaluations
 GAME = re.compile(r"lichess\.org/(\w{8})")
@@ -42,9 +36,6 @@ def _quarantine_faulty(
         elif fault:
             entries.refuse(number, fault, detail, lines[number])
     return faults.count("")
-
-
-# Puzzles
 
 
 @dataclass(frozen=True)
@@ -121,9 +112,6 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
     return select(concat(batches, LAYOUT), order[solved[owner[order]]], LAYOUT)
 
 
-# Evaluations
-
-
 @dataclass(frozen=True)
 class Evaluations:
     """The deepest evaluation of a position: policy softmax over its variations' first moves, win-draw-loss of the best.
@@ -158,12 +146,13 @@ class Evaluations:
         records, row = records[good], (np.cumsum(good) - 1)[row[items]]
         legal, best = notation.legal_moves(records), np.full(len(records), -MATE)
         np.maximum.at(best, row, score)
-        level = np.full(len(legal.index), NO_WEIGHT)
-        behind = (to_centipawns(best)[row] - to_centipawns(score) + LEVEL_CENTIPAWNS // 2) // LEVEL_CENTIPAWNS
-        np.minimum.at(level, legal.find(row, codes[items]), np.minimum(behind, NO_WEIGHT))
-        records["wdl"] = wdl_of_score(best)
+        level = np.full(len(legal.index), labels.NO_WEIGHT)
+        lost, unit = labels.to_centipawns(best)[row] - labels.to_centipawns(score), labels.LEVEL_CENTIPAWNS
+        behind = (lost + unit // 2) // unit
+        np.minimum.at(level, legal.find(row, codes[items]), np.minimum(behind, labels.NO_WEIGHT))
+        records["wdl"] = labels.wdl_of_score(best)
         records["game"] = position_ids(records)
-        return entries.result(legal.batch(records, level_weights(level, legal.offset)), len(lines), stored)
+        return entries.result(legal.batch(records, labels.level_weights(level, legal.offset)), len(lines), stored)
 
 
 def deepest(line: str) -> tuple[str, list[tuple[str, int]]]:

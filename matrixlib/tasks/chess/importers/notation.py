@@ -3,8 +3,6 @@
 Ten times as fast as with python-chess boards.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

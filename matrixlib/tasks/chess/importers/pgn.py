@@ -21,13 +21,6 @@ from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import insufficient_material
 from matrixlib.tasks.chess.importers import notation
-from matrixlib.tasks.chess.importers.notation import (
-    LegalMoves,
-    QuarantinedEntry,
-    SkippedEntry,
-    empty_records,
-    read_fens,
-)
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, game_id
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 from matrixlib.tasks.chess.stockfish.labels import wdl_of_score
@@ -81,9 +74,6 @@ def decode_text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return data.decode("latin-1")
-
-
-# Text to games
 
 
 def split_games(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
@@ -210,9 +200,6 @@ def parse_word(word: bytes) -> int | float | str:
     return kind | target << 3 | origin | (b"NBRQ".index(promotion.upper()) + 1 if promotion else 0) << 17
 
 
-# Games
-
-
 class _Game(NamedTuple):
     """A parsed game. points: White's. moves, evaluated (all words, if there are evaluations): see `parse_word`."""
 
@@ -228,21 +215,21 @@ def parse_game(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
     tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
     variant = decode_text(tag.get(b"variant", b""))
     if variant.lower() not in STANDARD_VARIANTS:
-        raise SkippedEntry(f"variant {variant}")
+        raise notation.SkippedEntry(f"variant {variant}")
     words, fault = main_line(text)
     meanings = list(map(parse_word, words))
     moves = [word for word in meanings if type(word) is int]
     special = [word for word in meanings if type(word) is str and word]
     if NULL_MOVE in special:
-        raise SkippedEntry("null move")
+        raise notation.SkippedEntry("null move")
     if not fault and UNKNOWN_WORD in special:
         fault = f"'{decode_text(words[meanings.index(UNKNOWN_WORD)])}' is no move"
     if not fault and not moves:
-        raise SkippedEntry("no moves")
+        raise notation.SkippedEntry("no moves")
     if not fault and special and any(type(word) is int for word in meanings[meanings.index(special[0]) :]):
         fault = "moves go on after the result"
     if fault:
-        raise QuarantinedEntry("broken move text", fault, len(moves))
+        raise notation.QuarantinedEntry("broken move text", fault, len(moves))
     by_tag = POINTS[RESULTS.get(tag.get(b"result", b"*"), "*")]
     by_text = POINTS[special[0]] if special else UNKNOWN
     points = by_text if by_tag == UNKNOWN else by_tag
@@ -270,9 +257,6 @@ def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.
     for name, mask in reasons.items():  # later reasons override
         points[mask], why[mask] = -1 if name == "mate" else 0, name
     return points, why
-
-
-# The reader
 
 
 @dataclass(frozen=True)
@@ -306,7 +290,7 @@ class Pgn:
             lambda text: decode_text(b"".join(text[1:])),
         )
         games = [game for _, game in found]
-        start, faults = read_fens([game.fen for game in games], self.source)
+        start, faults = notation.read_fens([game.fen for game in games], self.source)
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
         moves = np.array([code for game in games for code in game.moves], np.int32)
         columns = [start[name] for name in ("castling", "en_passant", "halfmove", "side")]
@@ -345,7 +329,7 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     """Shard batch of completely replayed games. points: White's result (N,), 2 unknown."""
     rows = np.array([len(game.moves) for game in games], np.int64)
     first = np.cumsum(rows) - rows
-    records = empty_records(len(replay.moves), "pgn")
+    records = notation.empty_records(len(replay.moves), "pgn")
     records["pieces"], records["repetition"] = replay.pieces, np.minimum(replay.state[:, 3], 2)
     for column, name in enumerate(("castling", "en_passant", "halfmove")):
         records[name] = replay.state[:, column]
@@ -373,4 +357,4 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     records["wdl"][places] = wdl_of_score(np.where(records["side"][places], -score, score))
     weight = np.zeros(len(replay.indices), "<u2")
     weight[replay.choice] = FULL_WEIGHT
-    return LegalMoves(moves, replay.indices, replay.offsets).batch(records, weight)
+    return notation.LegalMoves(moves, replay.indices, replay.offsets).batch(records, weight)

@@ -254,6 +254,8 @@ def write(model: nn.Module, path: Path | str, updates: int = 0) -> str:
         raise ValueError(f"Lc0 cannot run this network: train one with {changes} (preset lc0_quick)")
     if not os.path.basename(path).endswith(".pb.gz"):
         raise ValueError(f"{path}: the name of a weight file must end in .pb.gz")
+    if bad := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
+        raise ValueError(f"Lc0 cannot run this network: {bad[0]} is not finite")
     data = gzip.compress(_net(model.config, model.state_dict(), updates), mtime=0)
     try:
         write_bytes(Path(path), data)

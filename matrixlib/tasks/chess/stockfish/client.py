@@ -15,20 +15,21 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
+
+from matrixlib.files import from_home
+from matrixlib.play.match import EngineError
 
 MATE = 32000  # a mate in k moves is the score sign * (MATE - k)
 CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
-_LIMIT = re.compile(r"(nodes|depth|movetime)=([1-9]\d*)")
+LIMITS = ("nodes=", "depth=", "movetime=")
+_LIMIT = re.compile(rf"({'|'.join(LIMITS)})([1-9]\d*)")
 _OPTION = re.compile(r"option name (.+?) type (.*)")
 _SCORE, _MOVE = re.compile(r"\bscore (cp|mate) (-?\d+)"), re.compile(r"\bpv (\S+)")
 _NUMBER, _WDL = re.compile(r"\bmultipv (\d+)"), re.compile(r"\bwdl (\d+) (\d+) (\d+)\b")
+_VISITS = re.compile(r"info string ([a-h][1-8]\w+) .*?\bN: *(\d+)")
 Option = int | bool | str
-
-
-class EngineError(RuntimeError):
-    """The engine is missing, not a UCI engine, lacks an option, died or timed out."""
 
 
 class Line(NamedTuple):
@@ -39,24 +40,10 @@ class Line(NamedTuple):
     wdl: tuple[int, int, int] | None
 
 
-def find_stockfish(path: str | Path | None = None) -> Path:
-    """Find the engine: `path` (a file or a name on PATH), else `stockfish` on PATH and in the usual folders.
-
-    EngineError with install instructions if there is none.
-    """
-    name = str(path or "stockfish")
-    if name.endswith(".js") and Path(name).is_file():  # the npm package `stockfish`
-        return Path(name)
-    file = find_program(name)
-    if file is None:
-        hint = "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
-        raise EngineError(f"no Stockfish at {name!r}: {hint}")
-    return Path(file)
-
-
 def find_program(name: str) -> str | None:
     """Path of a program: a file, or a name on PATH or in the usual folders; None if there is none."""
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_FOLDERS))
+    npm = name.endswith(".js") and os.path.isfile(name)  # the npm package `stockfish`
+    return name if npm else shutil.which(name) or shutil.which(name, path=os.pathsep.join(_FOLDERS))
 
 
 def score_of(kind: str, value: int) -> int:
@@ -106,14 +93,14 @@ class EngineSetup(NamedTuple):
     options: dict[str, Option]
 
 
-def read_setup(text: str) -> EngineSetup:
+def read_setup(text: str, limited: bool = True) -> EngineSetup:
     """`program [argument ...] nodes=500 [Name=value ...]` with `depth=8` or `movetime=100` (ms) in place of nodes;
-    words with spaces in quotes, as in a shell. ValueError."""
+    words with spaces in quotes, as in a shell. limited: whether a limit is needed. ValueError."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"engine {text!r}: {error}") from error
-    (at, *more) = [i for i, word in enumerate(words) if _LIMIT.fullmatch(word)] or [0]
+    (at, *more) = [i for i, word in enumerate(words) if _LIMIT.fullmatch(word)] or [0 if limited else len(words)]
     options = [word.partition("=") for word in words[at + 1 :]]
     if not at or more or not all(name and equals for name, equals, _ in options):
         raise ValueError(
@@ -121,7 +108,9 @@ def read_setup(text: str) -> EngineSetup:
             "movetime=100 in milliseconds), then UCI options (Hash=16)"
         )
     values = {name: int(value) if re.fullmatch(r"-?\d+", value) else value for name, _, value in options}
-    return EngineSetup((find_program(words[0]) or words[0], *words[1:at]), words[at].replace("=", " "), values)
+    limit = " ".join(words[at : at + 1]).replace("=", " ")
+    program = str(from_home(words[0]))
+    return EngineSetup((find_program(program) or program, *words[1:at]), limit, values)
 
 
 class Engine:
@@ -130,9 +119,6 @@ class Engine:
     command: program and arguments; a `.js` file runs in `node`. timeout: seconds per answer. own: UCI options for
     engines that have them, clipped to their range; options: others that it must take, else EngineError.
     """
-
-    needs: ClassVar[Mapping[str, str]] = {}
-    """Options that it must have, and what to do without."""
 
     def __init__(
         self,
@@ -146,7 +132,9 @@ class Engine:
         command = [*(["node"] if Path(command[0]).suffix == ".js" else []), *command]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=null, encoding="utf-8", errors="replace", bufsize=1
+            )
         except OSError as error:
             raise EngineError(f"{' '.join(command)} cannot be started: {error}") from error
         try:
@@ -162,9 +150,6 @@ class Engine:
             raise EngineError(f"{self.name} does not speak UCI: {error}") from error
         self.name = next((line[8:].strip() for line in lines if line.startswith("id name ")), self.name)
         self.announced = {match[1]: match[2] for match in filter(None, map(_OPTION.match, lines))}
-        for name, advice in self.needs.items():
-            if name not in self.announced:
-                raise EngineError(f"{self.name} has no option {name}: {advice}")
         for name, value in asked.items():
             announced = self.announced.get(name, "no such option")
             if not takes(announced, value):
@@ -219,10 +204,17 @@ class Engine:
 
     def best_move(self, position: str, limit: str) -> str:
         """The move that the engine plays; at limited strength often not that of its best line. See `search`."""
-        move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].split()[1]
+        move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].partition(" ")[2].partition(" ")[0]
         if move in ("(none)", "0000"):
             raise self._no_move(position)
         return move
+
+    def visits(self, position: str, limit: str) -> tuple[Line, dict[str, int]]:
+        """The best variation of a tree search with VerboseMoveStats, and the visits of each move."""
+        lines = self._ask(f"position {position}\ngo {limit}", "bestmove")
+        for best in parse_info(lines):
+            return best, {found[1]: int(found[2]) for found in map(_VISITS.match, lines) if found}
+        raise self._no_move(position)
 
     def _no_move(self, position: str) -> EngineError:
         return EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
@@ -243,17 +235,30 @@ class Engine:
 class Stockfish(Engine):
     """A Stockfish process with one thread, a small hash and win-draw-loss; or another engine that has it.
 
-    path: see `find_stockfish`. options: UCI options, e.g. {"UCI_LimitStrength": True, "UCI_Elo": 1350}.
+    text: its path, or a text as for `read_setup`. A tree search such as Lc0 needs a limit in nodes: its labels are its
+    visits. options: e.g. {"UCI_LimitStrength": True, "UCI_Elo": 1350}. title: its name, or with the text.
     """
-
-    needs = {"UCI_ShowWDL": "use Stockfish 12 or newer"}
 
     def __init__(
         self,
-        path: str | Path | None = None,
+        text: str | Path | None = None,
         hash_mb: int = 1,
         timeout: float = 60.0,
         options: Mapping[str, Option] | None = None,
     ) -> None:
-        self.path = find_stockfish(path)
-        super().__init__([str(self.path)], {"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True}, options, timeout)
+        name = str(text or "stockfish")
+        command, self.limit, given = read_setup(shlex.quote(name) if os.path.isfile(name) else name, limited=False)
+        own = {"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True, "VerboseMoveStats": True}
+        if find_program(command[0]) is None:
+            hint = "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
+            raise EngineError(f"no Stockfish at {name!r}: {hint}")
+        super().__init__(command, own, {**given, **(options or {})}, timeout)
+        tree = "VerboseMoveStats" in self.announced
+        rule = "its visits: end its text with nodes=800" if tree else f"depth: leave out '{self.limit}'"
+        problem = "" if self.limit.partition(" ")[0] == ("nodes" if tree else "") else f"labels positions by {rule}"
+        if "UCI_ShowWDL" not in self.announced:
+            problem = "has no option UCI_ShowWDL: use Stockfish 12 or newer"
+        if problem:
+            self.close()
+            raise EngineError(f"{self.name} {problem}")
+        self.title = f"{self.name} ({name})" if command[1:] or self.limit else self.name

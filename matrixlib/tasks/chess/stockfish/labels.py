@@ -2,11 +2,13 @@
 
 Labels are computed on the oriented position at full move 32 after `ucinewgame`, so that they depend on the position
 only: Stockfish 15.1's win-draw-loss depends on the move number, its search on the hash. The rest is integer arithmetic.
-Policy level k is exp(-k / 10) times the best move's weight: a softmax with a temperature of 50 centipawns.
+Policy level k is exp(-k / 10) times the best move's weight: a softmax with a temperature of 50 centipawns. Of a tree
+search (Lc0) the weights are its visits: it has no score of the moves that it does not visit.
 """
 
 from collections.abc import Mapping
 from decimal import Decimal
+from math import log
 from typing import Any, NamedTuple
 
 import chess
@@ -43,20 +45,28 @@ class Label(NamedTuple):
 
 
 def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
-    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one."""
+    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; by an engine with a limit
+    the visits of a search."""
     ours = board.copy(stack=False) if board.turn else board.mirror()
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")
     engine.new_game()
-    scores = {line.move: line.score for line in engine.search(position, f"depth {shallow_depth}", ALL_LINES)}
+    if engine.limit:
+        best, counts = engine.visits(position, engine.limit)
+        visits = {ours.parse_uci(move).uci(): n for move, n in counts.items()}  # Lc0 writes castling as e1h1
+        visits[best.move] = max(1, visits.get(best.move, 0))
+        most = max(visits.values())
+        level = {move: min(round(10 * log(most / (n or 1e-9))), NO_WEIGHT) for move, n in visits.items()}
+    else:
+        scores = {line.move: line.score for line in engine.search(position, f"depth {shallow_depth}", ALL_LINES)}
+        best, *others = engine.search(position, f"depth {deep_depth}", DEEP_LINES)
+        level = levels(scores, {line.move: line.score for line in (best, *others)})
     moves = sorted(ours.legal_moves, key=lambda move: policy_index(move, chess.WHITE))
-    if scores.keys() != {move.uci() for move in moves}:
-        raise EngineError(f"{engine.name} lists {len(scores)} moves in {position}, {len(moves)} are legal")
-    deep = engine.search(position, f"depth {deep_depth}", DEEP_LINES)
-    if deep[0].wdl is None:
+    if level.keys() != {move.uci() for move in moves}:
+        raise EngineError(f"{engine.name} lists {len(level)} moves in {position}, {len(moves)} are legal")
+    if best.wdl is None:
         raise EngineError(f"{engine.name} shows no win-draw-loss")
-    level = levels(scores, {line.move: line.score for line in deep})
-    return Label(deep[0].wdl, [level[move.uci()] for move in moves])
+    return Label(best.wdl, [level[move.uci()] for move in moves])
 
 
 def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:

@@ -39,7 +39,7 @@ from matrixlib.tasks.chess.records import (
     piece_classes,
     position_keys,
 )
-from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.labels import RULES, Positions, assemble, label
 from matrixlib.tasks.shipped import unpack, write_shipped
 
@@ -125,12 +125,12 @@ def generate(
 ) -> dict[str, Any]:
     """Play `games` games (rounded up to whole chunks) and label their positions in `workers` processes.
 
-    Games are appended to `games.jsonl` in order. Returns the engine's name and the numbers of games and of new games.
-    EngineError without a working Stockfish, ValueError for a folder in use or with other parameters.
+    stockfish: see `Stockfish`. Games are appended to `games.jsonl` in order. Returns the engine's name and the numbers
+    of games and of new games. EngineError without a working engine; ValueError for a folder in use or of other work.
     """
-    path, folder = find_stockfish(stockfish), Path(folder)
-    with Stockfish(path) as engine:
-        name = engine.name
+    folder = Path(folder)
+    with Stockfish(stockfish) as engine:
+        name = engine.title
     files.make_folder(folder)
     busy = ValueError(f"another process generates games in {folder}; wait until it has ended")
     with files.exclusive(FileLock(folder / "lock"), busy), open(folder / GAMES_FILE, "ab+") as file:
@@ -145,7 +145,7 @@ def generate(
         file.truncate(data.rfind(b"\n") + 1)  # drop a truncated line
         done, total = data.count(b"\n"), -(-games // games_per_chunk) * games_per_chunk
         starts = range(done, total, games_per_chunk)
-        jobs = [(path, parameters, range(start, min(start + games_per_chunk, total))) for start in starts]
+        jobs = [(stockfish, parameters, range(start, min(start + games_per_chunk, total))) for start in starts]
         pool = ProcessPoolExecutor(
             max(1, min(workers or os.cpu_count() or 1, len(jobs))),
             multiprocessing.get_context("spawn"),
@@ -165,7 +165,7 @@ def generate(
     return {"engine": name, "games": max(done, total), "new games": max(0, total - done)}
 
 
-def _play(job: tuple[Path, Parameters, range]) -> bytes:
+def _play(job: tuple[Path | str | None, Parameters, range]) -> bytes:
     """Worker: games as lines of `games.jsonl`."""
     stockfish, parameters, numbers = job
     with Stockfish(stockfish) as engine:

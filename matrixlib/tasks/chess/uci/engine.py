@@ -73,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "else `shipped`, the network of the package",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument(
-        "--simulations", type=int, default=0, help="maximum simulations per move; 0: as the clock allows"
-    )
+    parser.add_argument("--simulations", type=int, default=0, help="most simulations per move; 0: as the clock allows")
     flags = parser.parse_args(arguments)
     set_waiting_policy()
     try:
@@ -256,3 +254,7 @@ class Engine:
                 f"info depth {protocol.depth_from_simulations(done)} multipv {rank} score {score} {wdl}{progress} "
                 f"pv {' '.join(move.uci() for move in moves)}"
             )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

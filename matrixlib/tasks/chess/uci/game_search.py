@@ -10,14 +10,8 @@ import chess
 import numpy as np
 
 from matrixlib.play.search import Evaluator, Search, SearchOptions, SearchResult
+from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.chess.records import (
-    from_boards,
-    move_from_index,
-    policy_index,
-    positions_before,
-    reversible_history,
-)
 from matrixlib.tasks.chess.uci import protocol
 
 if TYPE_CHECKING:
@@ -41,20 +35,20 @@ class GameSearch:
         only: moves to consider, default all. Claimable draws are searched on: a third occurrence like a second, and a
         half-move clock of 100 like 0.
         """
-        search, moves, seen = self.search, board.move_stack, positions_before(board, self.net.task.history)
-        start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
+        search, moves, seen = self.search, board.move_stack, records.positions_before(board, self.net.task.history)
+        start, indices = board.root().fen(), [records.policy_index(move, board.turn) for move in only]
         past = self.game_line[1] if self.game_line and self.game_line[0] == start and not only else None
         if past is not None and moves[: len(past)] == past:
             for i in range(len(past), len(moves)):
                 turn = board.turn if (len(moves) - i) % 2 == 0 else not board.turn
-                search.advance([0], [policy_index(moves[i], turn)])
+                search.advance([0], [records.policy_index(moves[i], turn)])
         else:
-            state = from_boards([board])
-            search.reset(0, state, search.game.key(reversible_history(board)), only=indices, past=seen)
+            state = records.from_boards([board])
+            search.reset(0, state, search.game.key(records.reversible_history(board)), only=indices, past=seen)
         self.game_line = None if only else (start, list(moves))
         if not self._is_terminal():
             return True
-        state = from_boards([board], repetition=int(board.is_repetition(2)))
+        state = records.from_boards([board], repetition=int(board.is_repetition(2)))
         state["halfmove"] %= 100
         search.reset(0, state, only=indices, past=seen)
         self.game_line = None
@@ -92,6 +86,6 @@ class GameSearch:
         """Principal variation from a move (policy index) of the position that was set."""
         walk, moves = board.copy(stack=False), []
         for index in self.search.line(0, move):
-            moves.append(move_from_index(index, walk))
+            moves.append(records.move_from_index(index, walk))
             walk.push(moves[-1])
         return moves

@@ -36,9 +36,8 @@ class Option:
     def __str__(self) -> str:
         kind = "spin" if self.limits else "check" if self.default == "false" else "string"
         limits = " min {} max {}".format(*self.limits) if self.limits else ""
-        return (
-            f"option name {self.name} type {kind} default {'<empty>' if self.default == '' else self.default}{limits}"
-        )
+        default = "<empty>" if self.default == "" else self.default
+        return f"option name {self.name} type {kind} default {default}{limits}"
 
 
 OPTIONS = (
