@@ -2,7 +2,6 @@
 
 import io
 import random
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -273,9 +272,9 @@ def imported(games: Games, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "reports"))
-    yield tmp_path / "reports"
+    return tmp_path / "reports"
 
 
 def begun(name: str, folder: Path, history: bool = True, **train: Any) -> Any:

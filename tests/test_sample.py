@@ -179,7 +179,7 @@ def test_a_folder_of_other_work_is_refused(made, stockfish):
 
 
 def test_any_engine_that_says_its_visits_makes_a_set_and_is_named_with_its_arguments(tmp_path):
-    text = f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=12"
+    text = f"{sys.executable} -m matrixlib.tasks.chess.uci.engine --checkpoint shipped --device cpu nodes=12"
     tiny = replace(TINY, nodes=(2, 4), plies=6, keep=1.0, keep_first=1.0)
     made = generate(tmp_path, 1, tiny, text, workers=1, progress=False, games_per_chunk=1)
     assert made["engine"].startswith("matrixlib")

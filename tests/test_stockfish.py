@@ -205,12 +205,13 @@ def test_stockfish_labels_by_depth_alone(stockfish):
 
 @pytest.mark.parametrize("name", ["matrixlib-uci", "lc0"])
 def test_real_tree_searches_label_positions(name, request):
-    text = f"{sys.executable} -m matrixlib.tasks.chess.uci --checkpoint shipped --device cpu nodes=60"
+    text = f"{sys.executable} -m matrixlib.tasks.chess.uci.engine --checkpoint shipped --device cpu nodes=60"
     if name == "lc0":
         maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
         if not maia.exists():
             pytest.skip("there are no weights of Maia")
-        text = f"{request.getfixturevalue('lc0')} --weights={maia} --smart-pruning-factor=0 nodes=60"
+        alike = "--smart-pruning-factor=0 --minibatch-size=1 --max-prefetch=0"  # else its threads' timing counts
+        text = f"{request.getfixturevalue('lc0')} --weights={maia} {alike} nodes=60"
     boards = [
         chess.Board("r3k2r/pppq1ppp/2n5/8/8/2N5/PPPQ1PPP/R3K2R w KQkq - 0 10"),
         chess.Board("k7/8/8/8/8/8/6q1/7K w - - 0 1"),

@@ -39,15 +39,15 @@ class StrengthMatch:
                 self.record = {"name": options.anchor, "engine": engine[0]} if engine else {}
         except EngineError as error:
             raise RunError(f"validation.strength.anchor: {error}") from error
-        begun = Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps()
-        if not options.anchor and begun and not self._path.exists():
-            raise RunError(self._lost())
         if options.anchor and not self.record:
             self._anchor = load(options.anchor, device=data.runtime.device, compile=False, task=config.task)
             self.record = {"name": options.anchor, "sha256": self._anchor.sha256}
         if before and self.record != before and self.record.get("sha256", "") != before.get("sha256"):
             was = ", ".join(before.values())
             raise RunError(f"anchor '{options.anchor}' is not that of run '{folder.name}' ({was}): name another run")
+        begun = Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps()
+        if not options.anchor and begun and not self._path.exists():
+            raise RunError(self._lost())
 
     def __call__(
         self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None], messages: list[Message]

@@ -1,0 +1,107 @@
+"""mine.ipynb: one's own games become rows, a network learns them, and files that are none are refused."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import chess
+import chess.pgn
+import numpy as np
+import pytest
+from cells import definitions, run_notebook
+
+from matrixlib.data.shards import check
+from matrixlib.runs.notebook import ParameterError
+from matrixlib.tasks import load
+from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices, policy_index
+
+GAMES = """
+[White "me"]
+[Black "you"]
+[Result "0-1"]
+
+1. e4 {[%clk 0:03:00]} e5 {[%clk 0:02:59]} 2. Nf3 {[%clk 0:02:58]} d6 3. Bb5+ c6 0-1
+
+[White "you"]
+[Black "me"]
+[Result "*"]
+[SetUp "1"]
+[FEN "7k/P7/8/8/8/8/1p6/7K b - - 0 40"]
+
+1... bxa1=N *
+"""
+
+
+def test_rows_are_those_of_the_game_in_order_with_my_moves_alone() -> None:
+    cells = definitions("mine") | {"player": "me"}
+    for function in ("positions", "stored"):
+        cells[function].__globals__.update(cells)
+    file = io.StringIO(GAMES.replace("bxa1=N", "Kh7"))
+    for number, white in enumerate((True, False)):
+        game = chess.pgn.read_game(file)
+        assert game is not None
+        line = list(cells["positions"](number, game))
+        batch = cells["stored"](line, game)
+        check(batch, LAYOUT)
+        board, rows = game.board(), []
+        for row, move in enumerate(game.mainline_moves()):
+            mine = board.turn == white
+            start, stop = batch["policy_offset"][row : row + 2]
+            played = {policy_index(move, board.turn): 65535} if mine else {}
+            weights = zip(batch["policy_index"][start:stop], batch["policy_weight"][start:stop], strict=True)
+            assert {int(index): int(weight) for index, weight in weights if weight} == played
+            assert (line[row].mine, line[row].move, line[row].board.fen()) == (mine, move, board.fen())
+            rows.append(board.copy())
+            board.push(move)
+        expected = from_boards(rows)
+        for name in ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply"):
+            assert (batch["records"][name] == expected[name]).all()
+        assert np.array_equal(batch["policy_index"], legal_indices(expected)[0])
+        results = [-1, 1] * 3 if white else [2]
+        assert batch["records"]["result"].tolist() == results
+        assert len(set(batch["records"]["game"])) == 1
+        if white:
+            assert [one.clock for one in line] == [None, None, 180, 179, 178, None], "before the move"
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "error", "message"),
+    [
+        (GAMES * 3, {}, ValueError, r"player: 3 readable games of 'me' in .*at least 20 .* are of me \(6\), you \(6\)"),
+        ("\x00not a game", {}, ValueError, "player: 0 readable games of 'me'"),
+        (GAMES, {"player": "nobody"}, ValueError, "player: 0 readable games of 'nobody'.* are of me"),
+        (GAMES, {"network": "nothing"}, ValueError, "no run at 'nothing'"),
+        (GAMES, {"lc0": "mine.pb.gz"}, ParameterError, "a network for Lc0, which shipped must be"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_before_anything_is_trained(
+    content: str, changes: dict[str, Any], error: Any, message: str, reports: Path, tmp_path: Path
+) -> None:
+    """The second game of GAMES is broken: no pawn can take on a1."""
+    file = tmp_path / "games.pgn"
+    file.write_text(content)
+    with pytest.raises(error, match=message):
+        run_notebook("mine", **{"pgn": str(file), **changes})
+    assert not list(reports.iterdir())
+
+
+@pytest.mark.slow
+def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, reports: Path, tmp_path: Path) -> None:
+    games, file = shared / "games" / "engine_matches.pgn", tmp_path / "mine.pb.gz"
+    maia = str(shared / "maia" / "maia-1100.pb.gz")
+    frozen = {"train": {"freeze": ["stem", "tower"]}, "runtime": {"precision": "fp32"}}
+    shown = run_notebook(
+        "mine", pgn=str(games), player="Matrix0", network=maia, steps=40, device="cpu", overrides=frozen, lc0=str(file)
+    )
+    assert "93 games, 0 broken ones left out; trained on 74, held out 19" in shown.text
+    assert not shown.failed
+    own, base = shown.values["nets"]["trained on my games"], load(maia, device="cpu")
+    for name, tensor in base.model.state_dict().items():
+        if name.startswith(("stem", "tower")):
+            assert np.allclose(own.model.state_dict()[name], tensor)
+    board = chess.Board()
+    board.push_uci("a2a3")
+    (before,), (after,) = (list(load(str(path), device="cpu").evaluate_boards([board])) for path in (maia, file))
+    (tuned,) = own.evaluate_boards([board])
+    assert after.moves == pytest.approx(tuned.moves, abs=2e-3)
+    assert after.moves != pytest.approx(before.moves, abs=2e-3)
