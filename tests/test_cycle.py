@@ -253,17 +253,46 @@ def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
     last = run(forkserver, tmp_path, generations=generations)
     last.join(300)
     assert last.exitcode == 0
+    check_same(tmp_path, whole, generations)
+
+
+@pytest.mark.soak
+def test_killed_anywhere_with_a_start_and_other_data_it_ends_with_the_same(tmp_path: Path, forkserver: Any) -> None:
+    changes = {"start": "shipped", "sources": {str(other_data(tmp_path)): 0.25}}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(forkserver, whole, **changes).join(300)
+    for stage in STAGES[:-1]:
+        kill_at(stage, run(forkserver, killed, **changes), killed)
+    last = run(forkserver, killed, **changes)
+    last.join(300)
+    assert last.exitcode == 0
+    check_same(killed, whole, 2)
+
+
+def check_same(ours: Path, theirs: Path, generations: int) -> None:
+    """The same games, weights, matches and decisions in two reports roots."""
     for number in range(1, generations + 1):
         source = f"selfplay_{number:03d}"
-        assert positions(tmp_path, source).tobytes() == positions(whole, source).tobytes()
-        ours, theirs = weights(tmp_path, number), weights(whole, number)
-        assert all((ours[name] == theirs[name]).all() for name in theirs)
-        matches = list((whole / "c" / "matches").glob(f"{number:03d}_*"))
+        assert positions(ours, source).tobytes() == positions(theirs, source).tobytes()
+        wanted, got = weights(theirs, number), weights(ours, number)
+        assert all((got[name] == wanted[name]).all() for name in wanted)
+        matches = list((theirs / "c" / "matches").glob(f"{number:03d}_*"))
         assert matches
         for path in matches:
-            assert (tmp_path / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
-    ours, theirs = ([g.decision for g in read_generations(root / "c").values()] for root in (tmp_path, whole))
-    assert ours == theirs[:generations]
+            assert (ours / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
+    ours_decided, decided = ([g.decision for g in read_generations(root / "c").values()] for root in (ours, theirs))
+    assert ours_decided == decided[:generations]
+
+
+def other_data(root: Path) -> Path:
+    """A folder of 300 rows of the sample set to learn from and 300 held out."""
+    sample, outside = Catalogue(unpack_sample()), root / "outside"
+    outside.mkdir()
+    for split in ("train", "validation"):
+        rows = Shard(sample.shards(split)[0].path, LAYOUT).gather(np.arange(300))
+        about = {"generator": "test", "seed": 0, "source": "stockfish", "split": split}
+        write_shard(outside / f"{split}.npz", LAYOUT, rows, about)
+    return outside
 
 
 class Enough(Exception):
@@ -572,12 +601,7 @@ def test_a_network_that_no_cycle_can_begin_with_is_refused(network: dict[str, An
 
 def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: Path) -> None:
     """The window's games share the rest by their positions; what is new is asked of games alone."""
-    sample, outside = Catalogue(unpack_sample()), reports / "outside"
-    outside.mkdir()
-    for split in ("train", "validation"):
-        rows = Shard(sample.shards(split)[0].path, LAYOUT).gather(np.arange(300))
-        about = {"generator": "test", "seed": 0, "source": "stockfish", "split": split}
-        write_shard(outside / f"{split}.npz", LAYOUT, rows, about)
+    outside = other_data(reports)
     changes = TINY | {"generations": 1, "sources": {str(outside): 0.25}}
     (generation,) = cycle.open_cycle("demo", "cpu", "c", changes).train()
     games, other = generation.sources["selfplay_001"], generation.sources[str(outside)]  # type: ignore[index]
