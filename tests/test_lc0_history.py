@@ -130,7 +130,7 @@ def test_a_row_shows_what_a_board_with_its_moves_shows(games: Games, tmp_path: P
         lambda b: b.is_repetition(2),
         lambda b: b.has_legal_en_passant(),
     ):
-        assert sum(map(facts, games.boards)) > 10
+        assert sum(map(facts, games.boards)) >= 3
     alone = expected(task, games.boards, np.zeros(len(games.boards), np.int64))
     assert (seen != alone).flatten(1).any(1).float().mean() > 0.9, "without history they look otherwise"
     assert torch.equal(seen[:, 104:], alone[:, 104:])
