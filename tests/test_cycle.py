@@ -617,12 +617,13 @@ def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: 
     assert new == pytest.approx(round(new)), "a share of the games' positions alone"
     assert generation.top1 == pytest.approx(figures["by_source"][folder]["top1"])
     assert generation.top1 != pytest.approx(figures["top1"]), "the other data's"
-    for sources, refusal in (({"sample": 0.5, "x": 0.5}, "leaves nothing for the games"), ({"sample": 0}, "sources")):
+    for sources, refusal in (({"sample": 0.5, "x": 0.5}, "leaves nothing for the games"), ({"sample": 1}, "sources")):
         with pytest.raises(config.ConfigError, match=refusal):
             cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": sources})
     with pytest.raises(config.ConfigError, match="'nowhere' is no folder"):
         cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": {"nowhere": 0.5}})
     assert not (reports / "refused").exists()
+    assert load_cycle("further", {"sources": {"sample": 0}}).shares(1) == {}, "what a preset has can be left out"
 
 
 def read_request(root: Path) -> dict[str, Any]:

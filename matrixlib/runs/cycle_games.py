@@ -25,7 +25,6 @@ from matrixlib.config import (
     CountOrZero,
     NonNegative,
     Processes,
-    Real,
     Section,
     option,
     read_preset,
@@ -55,7 +54,6 @@ WINDOW_LAW = 0.75, 0.4  # power, and positions that the window grows by for each
 BY_HEART_RATIO, BY_HEART_GAIN = 0.5, 0.05  # see `Generation.by_heart`
 SEEDS = 1_000_003  # of a generation: cycle's seed * SEEDS + number
 HELD_OUT = 20  # one in so many games is held out
-Share: TypeAlias = Annotated[Real, Field(gt=0, lt=1)]
 Pairs: TypeAlias = tuple[int, int, int, int, int]  # pairs that scored 0, 1/2, 1, 3/2, 2 points
 Tally: TypeAlias = dict[str, Any]  # see `selfplay.tally`
 Against: TypeAlias = Literal["match", "anchor"]  # the best network, or the opponent for the scale of ratings
@@ -76,10 +74,10 @@ class CycleConfig(Section):
         "network of generation 0, with its architecture: a run, `shipped`, a checkpoint, or a file of Matrix0 or Lc0; "
         "empty = random weights",
     )
-    sources: dict[str, Share | Annotated[list[BelowOne], Field(min_length=1)]] = option(
+    sources: dict[str, BelowOne | Annotated[list[BelowOne], Field(min_length=1)]] = option(
         {},
-        "share of a batch for each other data set, beside the games, such as `{sample: 0.25}`; a list is by "
-        "generation, such as `{sample: [0.5, 0.25, 0]}`; the last one stays",
+        "share of a batch for each other data set, beside the games, such as `{sample: 0.25}`; 0 leaves out one of the "
+        "preset; a list is by generation, such as `{sample: [0.5, 0.25, 0]}`; the last one stays",
     )
     seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
     generations: Count = option(6, "generations to train")
