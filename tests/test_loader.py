@@ -348,6 +348,38 @@ def test_damaged_blocks_are_replaced_alike_by_all(tmp_path: Path) -> None:
     assert (repeats == expected).all()
 
 
+@pytest.mark.parametrize("limit", [0, 6000])
+def test_rows_come_with_the_rows_before_them_in_their_shard(tmp_path: Path, limit: int) -> None:
+    """Across blocks, not across shards; not of the damaged blocks a/0 and c/1, of which only rows after them tell."""
+    toy_shards(tmp_path, COUNTS)
+    rows, before = Catalogue(tmp_path).shards(), 7
+    damage(tmp_path / "a.npz", BLOCK - 1)
+    if not limit:
+        damage(tmp_path / "c.npz", BLOCK + 10)
+    ends = np.cumsum([0, *COUNTS])
+
+    def lines(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        told = np.concatenate([batch["records"][:, None], batch["before"]], axis=1)
+        return {"row": told["row"], "pixels": told["pixels"]}
+
+    streams = []
+    for workers in (0, 2):
+        loader = open_loader(rows, workers=workers, prepare=lines, before=before, limit=limit)
+        streams.append(list(loader.batches(0, loader.per_epoch)))
+    assert all(equal(a, b) for a, b in zip(*streams, strict=True))
+    got, pixels = (np.concatenate([batch[name].numpy() for batch in streams[0]]) for name in ("row", "pixels"))
+    bad = np.r_[0:BLOCK] if limit else np.r_[0:BLOCK, ends[2] + BLOCK : ends[2] + 2 * BLOCK]
+    starts = np.r_[ends[:3], bad + 1]  # rows with nothing readable before them
+    wanted = got[:, :1] - np.arange(before + 1)
+    starts = np.sort(starts)
+    known = wanted >= starts[np.searchsorted(starts, got[:, :1], side="right") - 1]
+    assert not np.isin(got[:, 0], bad).any()
+    assert (got == np.where(known, wanted, 0)).all()
+    truth = np.concatenate([toy_batch(n, int(ends[i]), seed=i)["records"]["pixels"] for i, n in enumerate(COUNTS)])
+    assert (pixels == np.where(known[..., None], truth[np.maximum(wanted, 0)], 0)).all()
+    assert (known.sum(1) < before + 1).sum() >= (2 if limit else 3) * before
+
+
 def test_nothing_sound_left(tmp_path: Path) -> None:
     toy_shards(tmp_path, [100])
     rows = Catalogue(tmp_path).shards()
