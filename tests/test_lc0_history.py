@@ -221,6 +221,13 @@ def test_neighbours_that_are_no_history_are_none(games: Games) -> None:
         past = stored_history({"records": rows[1:], "before": rows[None, :1]})
         assert past is not None
         assert past.known.tolist() == [0]
+    start, next_ = chess.Board(), chess.Board()
+    next_.push_san("e4")
+    for ids, known in (([7, 7], 1), ([7, 8], 0)):
+        rows = from_boards([start, next_], game=ids)
+        past = stored_history({"records": rows[1:], "before": rows[None, :1]})
+        assert past is not None
+        assert past.known.tolist() == [known], "another game's row is no history, though it may lead here"
 
 
 def test_hidden_squares_are_hidden_on_every_board(games: Games, tmp_path: Path) -> None:

@@ -378,6 +378,9 @@ def test_rows_come_with_the_rows_before_them_in_their_shard(tmp_path: Path, limi
     truth = np.concatenate([toy_batch(n, int(ends[i]), seed=i)["records"]["pixels"] for i, n in enumerate(COUNTS)])
     assert (pixels == np.where(known[..., None], truth[np.maximum(wanted, 0)], 0)).all()
     assert (known.sum(1) < before + 1).sum() >= (2 if limit else 3) * before
+    after = np.arange(N) == BLOCK  # alone, so that nothing else finds the damage before it
+    (batch,) = open_loader(rows, prepare=lines, before=before).only(after).sequential(1)
+    assert batch["row"].tolist() == [[BLOCK, *[0] * before]]
 
 
 def test_nothing_sound_left(tmp_path: Path) -> None:
