@@ -25,7 +25,7 @@ help:
 	@echo 'make train-resume   resume the newest unfinished training, of any preset'
 	@echo 'make train-full     train params/small.yaml, for a GPU (both: STEPS=, TARGET_LOSS=)'
 	@echo 'make lab            JupyterLab, on copies of the notebooks in reports/lab/'
-	@echo 'make cycle          self-play (params/cycle/) from random weights, or on from START=run; about half an hour'
+	@echo 'make cycle          self-play (params/cycle/) from random weights, about half an hour, or on from START=run'
 	@echo 'make latin          train params/latin_quick.yaml on Latin squares and evaluate it, a few minutes; resumes when stopped'
 	@echo 'make generate-data  make a training set with Stockfish: 1,000 games, or GAMES=; resumes when stopped'
 	@echo 'make report         write report.html of every run again, or of RUN='

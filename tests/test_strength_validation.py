@@ -134,7 +134,7 @@ def test_an_engine_is_an_anchor_whose_failure_costs_a_match_and_not_the_training
             flag.touch() if stats.step == 5 else flag.unlink()
     current.close()
     assert equal(plain, current.folder)
-    assert list(points(current.folder)) == [4, 10], "it is started anew for each match"
+    assert list(points(current.folder)) == [4, 10], "it is restarted for each match"
     (events,) = [row["events"] for row in metrics.read(current.folder / "metrics.jsonl") if row["step"] == 8]
     assert "match" in events
     (text,) = [str(one.message) for one in recwarn if "no match" in str(one.message)]

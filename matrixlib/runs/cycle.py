@@ -79,7 +79,8 @@ def open_cycle(
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
         config = _with_start(folder, config)
-        optim.freeze(games.build(config), config.network.train.freeze)  # refuse unknown parts
+        if config.network.train.freeze:  # refuse unknown parts before any game
+            optim.freeze(games.build(config), config.network.train.freeze)
         if not path.exists():
             write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
@@ -329,10 +330,9 @@ class Cycle:
         new = games & ~np.isin(data.validation.of_records(self.rules.keys), known)
 
         def top1(rows: np.ndarray) -> float | None:
-            loader = data.validation.only(rows)
-            return (
-                data.spec.evaluate(self.network(number), loader, data.catalogue).get("top1") if loader.count else None
-            )
+            if not (loader := data.validation.only(rows)).count:
+                return None
+            return data.spec.evaluate(self.network(number), loader, data.catalogue).get("top1")
 
         return {"top1": top1(games), "top1_new": top1(new), "new": new.sum() / max(1, games.sum())}
 

@@ -53,7 +53,7 @@ class StrengthMatch:
         self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None], messages: list[Message]
     ) -> dict[str, float] | None:
         """Elo of a frozen network with its 95 % interval, within 1,500, score and games; None and a message where an
-        engine, which is started anew for each match, fails. At step 0 the network is kept as the anchor, if there is no
+        engine, which is restarted for each match, fails. At step 0 the network is kept as the anchor, if there is no
         other, and None returned."""
         options, starts, game = self._options, self._openings, self._game.game
         if step == 0:
