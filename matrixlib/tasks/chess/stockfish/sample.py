@@ -9,7 +9,6 @@ import json
 import lzma
 import multiprocessing
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -36,19 +35,17 @@ from matrixlib.tasks.chess.records import (
     UNKNOWN,
     game_id,
     in_validation,
-    piece_classes,
     position_keys,
 )
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.labels import RULES, Positions, assemble, label
-from matrixlib.tasks.shipped import unpack, write_shipped
+from matrixlib.tasks.shipped import unpack
 
 WORK_FORMAT = 2  # of the work folder and the packing
 # One game per line: number, result, ending, PGN, positions (FEN, repetition, win-draw-loss, levels)
 GAMES_FILE = "games.jsonl"
 FACTS_FILE = "generator.json"
 SAMPLE = Path(__file__).parent.parent / "sample"
-DATA_FILE = "sample.npz.xz"
 _SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class -> class of the other colour
 RESULTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2", 2: "*"}
 
@@ -356,30 +353,11 @@ def reorient(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
     return boards.reshape(-1, 64)
 
 
-def encode(positions: Positions) -> bytes:
-    """Compress positions, deterministically. Boards are in real colours, which repeat within a game; policy levels need
-    no indices, as the legal moves follow from the board."""
-    records = positions.records
-    pieces, black = records["pieces"], records["side"] == 1
-    first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
-    columns = {
-        "squares": reorient(piece_classes(pieces), black),
-        **{name: records[name] for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result")},
-        "ply_step": np.diff(records["ply"].astype("<i2"), prepend=np.array([0], "<i2")),
-        "source": records["source"],
-        "game": records["game"][first],
-        "game_first": first.astype("<u4"),
-        "win": positions.per_mille[:, 0],
-        "loss": positions.per_mille[:, 2],
-        "level": positions.level,
-    }
-    plain = io.BytesIO()
-    np.savez(plain, **columns)  # type: ignore[arg-type]
-    return lzma.compress(plain.getvalue(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
-
-
 def decode(data: bytes) -> Positions:
-    """Inverse of `encode`, for trusted bytes: the caller checks their checksum."""
+    """Positions of the shipped bytes (tests/shipping.py makes them), which it trusts: the caller checks their checksum.
+
+    Boards are in real colours, which repeat within a game; policy levels need no indices, as the legal moves follow.
+    """
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as columns:
         column = {name: columns[name] for name in columns.files}
     n = len(column["side"])
@@ -392,17 +370,6 @@ def decode(data: bytes) -> Positions:
     records["game"] = np.repeat(column["game"], np.diff(column["game_first"].astype(np.int64), append=n))
     win, loss = column["win"], column["loss"]
     return Positions(records, np.stack([win, 1000 - win - loss, loss], axis=1), column["level"])
-
-
-def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Make the shipped sample set from a work folder (minutes); returns its manifest."""
-    positions, _ = collect(Path(work))
-    meta = provenance(Path(work))
-    data = encode(positions)
-    with tempfile.TemporaryDirectory() as scratch:
-        infos = write_splits(Path(scratch), assemble(decode(data)), meta)
-    facts = {"positions": len(positions.records), "games": len(np.unique(positions.records["game"]))}
-    return write_shipped(folder, DATA_FILE, data, facts, meta, infos)
 
 
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
