@@ -96,8 +96,7 @@ class WorkerBatch:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Batches by number, as sent to workers. rows(i): (B,) row numbers of batch i over all ranks; stream(i): its
-    generator."""
+    """Batches by number, as sent to workers. rows(i): (B,) rows of batch i over all ranks; stream(i): its generator."""
 
     reader: Reader
     prepare: Prepare

@@ -92,9 +92,8 @@ class EMA(Average):
 
 
 class SWA(Average):
-    """Stochastic weight averaging: the mean of the weights at every `interval`-th update within the last `share` of the
-    run, the last update included (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407). Before that, the raw
-    weights."""
+    """Stochastic weight averaging: the mean of the weights at every `interval`-th update of the last `share` of the
+    run, its last included (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407); before, the raw weights."""
 
     def __init__(self, model: nn.Module, share: float, interval: int) -> None:
         super().__init__(model)

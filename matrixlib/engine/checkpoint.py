@@ -4,8 +4,7 @@
 `<group>.safetensors.zst` if compressed, and `state.json`: metadata, whether it was the best, SHA-256 and size of each
 tensor file, the caller's state and, as the last key, the SHA-256 of all text before it. No pickle.
 
-Written as `step_00000500.tmp`: files fsynced, folder renamed, parent fsynced. A best checkpoint that a rollback
-discarded is renamed `best_00000500`.
+Written as `step_00000500.tmp`, fsynced, renamed. A best one that a rollback discards is renamed `best_00000500`.
 """
 
 import functools
@@ -212,8 +211,7 @@ class CheckpointSchedule:
 
 class Checkpoints:
     """The checkpoints of one run: the newest `keep` (at least 2), the newest `best` best ones, and every `every`-th
-    update (0 = none). compress: zstd level, 0 = off. One process may save at a time (the run's lock ensures it); call
-    `join` after the last save."""
+    update (0 = none). compress: zstd level, 0 = off. One process saves at a time; call `join` after the last save."""
 
     def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
         self.folder, self.compress = Path(folder), compress

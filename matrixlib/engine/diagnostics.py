@@ -130,8 +130,7 @@ def gradient_report(model: nn.Module) -> GradientReport:
 def compare_with_chance(
     task: Task, batch: Batch, stats: Stats, tolerance: float
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """First losses with chance level and floor, by term; and warnings for those off by more than the share
-    `tolerance`."""
+    """First losses with chance level and floor, by term; warnings for those off by more than the share `tolerance`."""
     bounds, counts = task.bounds(batch), task.counts(batch)  # stats counts items of all ranks
     table: dict[str, dict[str, float]] = {}
     messages: list[str] = []

@@ -125,8 +125,7 @@ class Runtime:
 class Serving:
     """How a trained network is evaluated.
 
-    sizes: batch sizes, ascending; larger batches are split. fill: pad batches to the next size. compile: torch.compile
-    for policy and value.
+    sizes: batch sizes, ascending; larger batches are split. fill: pad to the next size. compile: policy and value.
     """
 
     sizes: tuple[int, ...]
@@ -144,8 +143,7 @@ def serving(device: str, compile: bool | str = "auto") -> Serving:
 
 
 def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks: int = 1) -> Runtime:
-    """Decide for this machine. $MATRIXLIB_DEVICE replaces `device: auto` only. ranks: processes that this one will
-    start on this machine.
+    """Decide for this machine. $MATRIXLIB_DEVICE replaces `device: auto`. ranks: processes that this one will start.
 
     Times bf16 for a third of a second on CPUs and MPS that support it if precision is `auto`. ValueError if a device or
     dtype that `runtime` names cannot work here.

@@ -33,8 +33,7 @@ def seconds_of(work: Callable[[], object], device: str = "cpu", calls: int = 1) 
 def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Median seconds of a call by name, after warm-up (at least one call, at most `WARM_CALLS` in a tenth of the time).
 
-    Calls alternate for `seconds` in total, at least `MIN_CALLS` each, so that changes in the machine's speed affect all
-    alike.
+    Calls alternate for `seconds` in total, at least `MIN_CALLS` each, so that the machine's changes affect all alike.
     """
     times: dict[str, list[float]] = {}
     for least, most, share in ((1, WARM_CALLS, 0.1), (MIN_CALLS, MAX_CALLS, 1.0)):

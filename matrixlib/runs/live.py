@@ -23,9 +23,8 @@ class LivePlot(AbstractContextManager["LivePlot"]):
     (`figures.marks`), and the user's own curves.
 
     In JupyterLab curves update at most every half second: drag to zoom, double-click to reset, click a name to hide its
-    curve, hover over a mark for its text. A picture replaces the panel at the end. Headless (papermill, nbval,
-    nbconvert, a terminal) it prints a line every few seconds, and shows the picture in a notebook. MATRIXLIB_LIVE=0 or
-    1 overrides; 0 also prints no lines.
+    curve, hover over a mark for its text. A picture replaces the panel at the end. Headless it prints a line every few
+    seconds, and shows the picture in a notebook. MATRIXLIB_LIVE=0 or 1 overrides; 0 also prints no lines.
 
     Use as a context manager: after an exception the picture shows what came before. `history`: rows of metrics.jsonl
     (`metrics.read`), to continue the curves of a resumed run.

@@ -45,8 +45,7 @@ def check_parameters(**bounds: Any) -> None:
 
     papermill only warns about undeclared names and guesses types. Types are the annotations (`seed: int = 0`); an int
     may stand for a float. bounds: name -> type of `config`, such as `games=Count`; open_run checks `seed` and `steps`.
-    ParameterError, one line, names each unknown parameter with the nearest known one, each wrong type, and each value
-    out of bounds.
+    ParameterError, one line, names each unknown parameter, wrong type, and value out of bounds.
     """
     shell = get_ipython()
     if shell is None:

@@ -109,8 +109,7 @@ def newest_unfinished() -> RunFolder:
 
 
 def locked(folder: Path) -> bool:
-    """Whether another process writes the run, or it is not writable; a killed notebook's kernel needs a second to
-    end."""
+    """Whether another process writes the run, or nobody can; a killed notebook's kernel needs a second to end."""
     lock = FileLock(folder / "lock")
     try:
         with lock.acquire(timeout=ORPHAN_SECONDS):
@@ -129,8 +128,7 @@ def complete_run(name: str) -> Path:
 
 
 def stored_record(folder: Path) -> dict[str, Any]:
-    """run.json of a run to resume, {} of a new one. ValueError if damaged, or missing although the run has
-    checkpoints."""
+    """run.json of a run to resume, {} of a new one. ValueError if damaged, or missing beside checkpoints."""
     if (folder / "run.json").exists():
         record = dict(read_run(folder).record)
         if lacking := {"runtime", "catalogue"} - record.keys():

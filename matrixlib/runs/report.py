@@ -204,8 +204,7 @@ def _page(title: str, **content: Any) -> str:
 
 
 def _executed_notebook(folder: Path) -> str:
-    """Outputs and texts of the newest finished or failed papermill notebook in a folder; empty without one, or if the
-    run was resumed since."""
+    """Outputs and texts of a folder's newest ended papermill notebook; empty without one, or if resumed since."""
     paths = sorted(folder.glob("*.ipynb"), key=lambda path: path.stat().st_mtime)
     log = folder / "metrics.jsonl"
     if not paths or (log.is_file() and paths[-1].stat().st_mtime < log.stat().st_mtime):

@@ -43,9 +43,7 @@ class SweepConfig(Section):
     preset: str = option("demo", "preset of all trials, unless an arm or the space sets another")
     overrides: dict[str, Any] = option({}, "nested mapping over the preset of all trials")
     arms: dict[str, dict[str, Any]] = option({}, "configurations by name: option values, optionally a `preset`")
-    space: dict[str, Any] = option(
-        {}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (of 5 points in a grid)"
-    )
+    space: dict[str, Any] = option({}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (grid points)")
     method: Literal["grid", "random", "tpe", "staged"] = option(
         "grid",
         "how the space is searched; `tpe` adapts to results, `staged` adds the arms one by one and keeps "
@@ -188,8 +186,7 @@ def _refuse(name: str, problems: Mapping[str, object]) -> None:
 def attempt(train: bytes, number: int) -> tuple[str, str]:
     """train(number), pickled by cloudpickle, so that cell functions reach other processes. Returns (state, reason).
 
-    Errors of a configuration fail the trial: ("failed", why). Ctrl-C, SIGTERM, a full disk and unwritable folders end
-    the sweep.
+    Errors fail the trial: ("failed", why). Ctrl-C, SIGTERM, a full disk and unwritable folders end the sweep.
     """
     import cloudpickle
 

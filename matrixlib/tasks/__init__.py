@@ -55,8 +55,7 @@ def get_task(name: str) -> TaskSpec[Any]:
 
 
 def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """A preset by name, or a YAML file by path, with nested overrides. ConfigError for an unknown preset or task,
-    unknown or mistyped keys."""
+    """A preset by name, or a YAML file by path, with nested overrides. ConfigError for what is unknown or mistyped."""
     data, name = configuration.read_preset(preset, overrides)
     return validate_config(data, name)
 

@@ -24,8 +24,7 @@ def plain_number(x: float, _: Any = None) -> str:
 def panels(
     count: int = 1, size: tuple[float, float] = (7.0, 3.5), across: int = 4, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels (at least one), row by row, `across` a row. size: of one panel, inches. options: of
-    `Figure.subplots`."""
+    """A figure and its panels, row by row, `across` a row. size: of a panel, inches. options: of `Figure.subplots`."""
     count = max(count, 1)
     columns = min(count, across)
     rows = -(-count // columns)

@@ -40,9 +40,8 @@ def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
 def unpack(folder: Path, name: str, write: Write, cache: Path | None = None) -> Path:
     """Folder of the unpacked shards of `folder`, unpacked on first use, verified every time.
 
-    In `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes shards from the bytes. A missing,
-    partial or corrupt set is unpacked again; safe for concurrent calls. ValueError if the shipped file is corrupt or
-    the cache read-only.
+    In `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes shards from the bytes. A partial or
+    corrupt set is unpacked again; safe for concurrent calls. ValueError for a corrupt file or bad cache.
     """
     manifest = read_manifest(folder)
     root, path = cache or cache_root(), folder / manifest["file"]

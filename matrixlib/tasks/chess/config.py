@@ -50,9 +50,7 @@ class NormConfig(Section):
 
 
 class AttentionConfig(Section):
-    every: CountOrZero = option(
-        0, "an attention block after every k-th residual block; 0 = none; not worth its time in a small network"
-    )
+    every: CountOrZero = option(0, "attention after every k-th block; 0 = none; not worth its time in a small network")
     heads: Width = option(4, "attention heads; must divide `channels`")
     bias: bool = option(True, "learned attention bias per head and pair of squares (heads, 64, 64)")
     mask: bool = option(False, "attend only to squares one queen, knight or king move away")
@@ -149,12 +147,8 @@ class SSLWeights(Section):
 
 
 class PositiveWeights(Section):
-    pin: Annotated[Real, Field(ge=1)] = option(
-        20.0, "positive weight of the pin loss; predictions are corrected for it"
-    )
-    fork: Annotated[Real, Field(ge=1)] = option(
-        20.0, "positive weight of the fork loss; predictions are corrected for it"
-    )
+    pin: Annotated[Real, Field(ge=1)] = option(20.0, "positive weight of the pin loss, corrected for in predictions")
+    fork: Annotated[Real, Field(ge=1)] = option(20.0, "positive weight of the fork loss, corrected for in predictions")
 
 
 class LossConfig(Section):
@@ -181,22 +175,15 @@ class LossConfig(Section):
 
 
 class TeacherConfig(Section):
-    network: str = option(
-        "",
-        "teacher: a run, a checkpoint folder or a network file (Lc0, Matrix0, ONNX); empty = none",
-    )
-    policy: NonNegative = option(
-        1.0, "weight of the policy distillation loss, T^2 KL; labels keep `loss.policy` and `loss.value`"
-    )
+    network: str = option("", "teacher: a run, a checkpoint or a network file (Lc0, Matrix0, ONNX); empty = none")
+    policy: NonNegative = option(1.0, "weight of the policy distillation loss, T^2 KL; labels keep those of `loss`")
     wdl: NonNegative = option(1.0, "weight of the win-draw-loss distillation loss")
     temperature: Positive = option(2.0, "T that softens both policies; the initial value unless `schedule` is `fixed`")
     schedule: Literal["fixed", "linear", "learned"] = option(
         "fixed", "T is constant, moves to `final_temperature`, or is learned adversarially between 1 and 5"
     )
     final_temperature: Positive = option(1.0, "T at the last update of the `linear` schedule")
-    cache: bool = option(
-        False, "compute the teacher's outputs once and store them beside the shards, instead of at every update"
-    )
+    cache: bool = option(False, "compute the teacher's outputs once, stored beside the shards, not at every update")
     temperature_rate: Positive = option(0.1, "SGD learning rate of a learned T")
     features: NonNegative = option(
         0.0,
@@ -222,10 +209,7 @@ class TeacherConfig(Section):
 class ChessDataConfig(DataConfig):
     source: Source = option("sample", f"`sample` (shipped with the package) or a folder of shards; {SEVERAL}")
     mirror: bool = option(True, "random left-right mirroring of positions without castling rights")
-    hidden_rows: Fraction = option(
-        0.25,
-        "fraction of positions with hidden squares, when there is a `piece` head; they train only that head",
-    )
+    hidden_rows: Fraction = option(0.25, "fraction of positions with hidden squares, which train a `piece` head only")
     hidden_squares: Fraction = option(0.3, "fraction of their squares that is hidden")
 
 

@@ -98,8 +98,7 @@ def violations(filled: Tensor, size: Tensor) -> Tensor:
 
 
 def cell_floor(hidden: Tensor, size: Tensor, smoothing: float) -> float:
-    """Lowest `cell_loss`: the entropy of the smoothed targets. It assumes a known square; with several completions no
-    network reaches it."""
+    """Lowest `cell_loss`: the entropy of the smoothed targets; with several completions no network reaches it."""
     n = size.double()
     rest = smoothing / n
     top = 1 - smoothing + rest

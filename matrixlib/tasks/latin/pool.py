@@ -294,8 +294,7 @@ def compared(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mark_suspicious(folder: Path) -> None:
-    """Measure the new shards of a folder and mark outliers of each source and split. Of `build`'s own there is one of
-    each, so nothing to compare."""
+    """Measure the new shards of a folder and mark outliers of each source and split (`build` writes one of each)."""
     catalogue = Catalogue(folder)
     new = [row for row in catalogue.shards() if not (row.quality or row.remote)]
     for row in new:

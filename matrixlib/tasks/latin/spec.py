@@ -1,7 +1,6 @@
 """The Latin-squares task: puzzles of several sizes, modes and fills.
 
-Terms: "cell" (cross-entropy of hidden cells; items are cells) and "constraint" (digits expected more than once; items
-are grids with a hidden cell).
+Terms: "cell" (cross-entropy of hidden cells) and "constraint" (digits expected more than once in a grid).
 """
 
 from collections.abc import Mapping

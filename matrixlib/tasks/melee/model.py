@@ -190,8 +190,7 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 class Heads(nn.Module):
     """Features (..., W) to logits; autoregressive: each head also gets the earlier choices.
 
-    prior: (81,) initial logits. weights: (8,) loss weights of pressed buttons, stored with the network, as its logits
-    depend on them.
+    prior: (81,) initial logits. weights: (8,) loss weights of pressed buttons, stored as the logits depend on them.
     """
 
     weights: Tensor
@@ -226,8 +225,7 @@ class Heads(nn.Module):
     def decide(self, x: Tensor, noise: Tensor, correct: Correct) -> tuple[Tensor, Tensor]:
         """(logits (..., 81), choices (..., 13)), each head decided by argmax of scores plus noise (..., 81).
 
-        noise: `gumbel` samples, zeros give the mode. correct: `Objective.correct`, from a head's logits to log-odds
-        (buttons) or log-probabilities.
+        noise: `gumbel` samples, zeros give the mode. correct: `Objective.correct`, from a head's logits.
         """
         noises = noise.split(SIZES, -1)
 

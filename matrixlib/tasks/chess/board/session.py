@@ -133,8 +133,7 @@ class Session:
         self.board.push(protocol.legal_move(self.board, uci))
 
     def think(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Search the position, reusing the tree of the previous move, and store the result in `evaluation`; None if
-        stopped."""
+        """Search the position, reusing the previous tree, and store the result in `evaluation`; None if stopped."""
         if self.over:
             raise ValueError("the game is over: nothing to search")
         evaluation, ply = self.evaluation, self.ply

@@ -66,8 +66,7 @@ def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> 
 
 def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
     """KL(teacher || student) of win-draw-loss: logits (B, 3), teacher probabilities (B, 3). Metric: `accuracy` (equal
-    likeliest classes).
-    """
+    likeliest classes)."""
     log_p = logits.float().log_softmax(1)
     same = log_p.argmax(1) == teacher.argmax(1)
     return sums(-(teacher * log_p).sum(1) - entropy(teacher), rows, {"accuracy": same})
@@ -75,8 +74,7 @@ def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sum
 
 def block_pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
     """(student block, teacher block) pairs: `teacher.layers`, or every student block at equal relative depth. own,
-    theirs: numbers of blocks. ValueError for a block that does not exist.
-    """
+    theirs: numbers of blocks. ValueError for a block that does not exist."""
     layers = config.layers or tuple((block, max((block + 1) * theirs // own - 1, 0)) for block in range(own))
     for place, (name, count) in enumerate((("the student", own), ("the teacher", theirs))):
         if wrong := [pair[place] for pair in layers if pair[place] >= count] or [0] * (count == 0):
@@ -99,8 +97,7 @@ def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) 
 
 def linear_cka(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """Linear CKA in [0, 1] of features (B, C, S) and (B, D, S) over the samples of the mask `rows` (B,)
-    (Kornblith et al. 2019, arXiv:1905.00414). Invariant to rotation and scaling, so widths may differ.
-    """
+    (Kornblith et al. 2019, arXiv:1905.00414). Invariant to rotation and scaling, so widths may differ."""
     x, y = _samples(x, rows), _samples(y, rows)
     spread = (x.T @ x).norm() * (y.T @ y).norm()
     return (x.T @ y).square().sum() / spread.clamp(min=MIN_NORM)
@@ -161,8 +158,7 @@ def pack_outputs(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.nd
 
 def unpack_outputs(batch: Batch) -> Batch:
     """The batch with `policy_teacher` (K,) float32, log-probabilities of the moves `policy_index`, from its `sidecar`
-    (B,) RECORD if present. Moves beyond KEPT_MOVES share the rest equally.
-    """
+    (B,) RECORD if present. Moves beyond KEPT_MOVES share the rest equally."""
     if "sidecar" not in batch:
         return batch
     rows, offset = batch["sidecar"], batch["policy_offset"]

@@ -156,8 +156,7 @@ class Net(Network):
     def attention(self, board: chess.Board) -> np.ndarray:
         """Attention weights (blocks, heads, 64, 64) of a position: what each square (axis 2) looks at (axis 3), sums 1.
 
-        Squares are python-chess's of the real board, a1 = 0, though the network may see it upside down. ValueError for
-        a network without attention blocks.
+        Squares are python-chess's of the real board, a1 = 0. ValueError for a network without attention blocks.
         """
         blocks = [block for block in self.model.modules() if isinstance(block, AttentionBlock)]
         if not blocks:

@@ -261,8 +261,7 @@ def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True)
 class Pgn:
-    """PGN. repair: a result that contradicts the last position is replaced and counted as a warning; else the game goes
-    to quarantine."""
+    """PGN. repair: a result that contradicts the last position is replaced, with a warning; else it is quarantined."""
 
     source: ClassVar[str] = "pgn"
     repair: bool = False

@@ -45,8 +45,7 @@ class Label(NamedTuple):
 
 
 def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
-    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; by an engine with a limit
-    the visits of a search."""
+    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; with a limit by visits."""
     ours = board.copy(stack=False) if board.turn else board.mirror()
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")

@@ -332,8 +332,7 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
 def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
     """Pack the finished games of `work` into shards in `out`, and write them to `games.pgn` in `work`.
 
-    Returns the numbers of shards, of positions per split and of duplicates. ValueError for an empty or damaged work
-    folder, and if `out` holds shards.
+    Returns counts of shards, positions per split, duplicates. ValueError for a bad work folder, or shards in `out`.
     """
     work = Path(work)
     positions, duplicates = collect(work)

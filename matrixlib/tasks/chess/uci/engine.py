@@ -51,8 +51,7 @@ def ranking(result: SearchResult) -> list[int]:
 
 
 def read_lines(descriptor: int, lines: Lines) -> None:
-    """Queue the lines of a file descriptor, then None. A buffered file would hold its lock while waiting, which breaks
-    the interpreter's exit."""
+    """Queue the lines of a file descriptor, then None. A buffered file's lock would break the interpreter's exit."""
     rest = b""
     while data := os.read(descriptor, 1 << 16):
         *whole, rest = (rest + data).split(b"\n")
