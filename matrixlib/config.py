@@ -165,8 +165,6 @@ class TrainConfig(Section):
 
 
 class OpeningOptions(Section):
-    """Where games start from."""
-
     openings: str = option("", "file of openings: .pgn, .epd, .fen or Polyglot's .bin; empty = none")
     opening_plies: Count = option(16, "most plies of an opening from a .pgn or .bin file")
 

@@ -146,7 +146,6 @@ class Catalogue:
         ]
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Exclude a shard, with a reason."""
         row = _quarantined(self._named(name), reason)
         if self.writable:
             write_text(reason_file(row.path), reason)  # replaces links instead of following them
@@ -174,7 +173,6 @@ class Catalogue:
                 db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
-        """Store quality figures of a shard (JSON data)."""
         self._put([replace(self._named(name), quality=quality)])
 
     def hash(self) -> str:

@@ -154,7 +154,6 @@ class ImportLog:
     shards: dict[str, str] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """As JSON data."""
         return vars(self) | {"refused": [vars(entry) for entry in self.refused]}
 
 
@@ -353,8 +352,6 @@ class _Step:
 
 @dataclass(frozen=True)
 class _FileImport:
-    """The import of one file into one folder."""
-
     path: Path
     reader: Reader
     storage: Storage

@@ -33,7 +33,6 @@ class Average:
         self.statistics: Mapping[str, Tensor] = {}
 
     def update(self) -> None:
-        """Add the model's current weights to the average."""
         self.averages, self.statistics = self.averages + 1, {}
 
     def after(self, steps: int, update: int, moved: bool) -> None:

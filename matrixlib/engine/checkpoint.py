@@ -205,7 +205,6 @@ class CheckpointSchedule:
         return late
 
     def done(self, step: int) -> None:
-        """Record the checkpoint of update `step`."""
         self.step, self._at = step, time.monotonic()
 
 

@@ -112,7 +112,6 @@ class MetricsLog:
             raise
 
     def sync(self) -> None:
-        """fsync."""
         os.fsync(self._file.fileno())
 
     def truncate_to(self, step: int) -> int:
@@ -133,7 +132,6 @@ class MetricsLog:
             self.sync()
 
     def close(self) -> None:
-        """Close the file; writing afterwards is an error."""
         self._file.close()
 
 

@@ -43,7 +43,6 @@ def device_count() -> int:
 
 
 def set_device(index: int) -> None:
-    """Default GPU of this process."""
     import torch
 
     torch.cuda.set_device(index)

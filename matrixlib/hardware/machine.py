@@ -44,8 +44,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor, as reported by the operating system."""
-
     vendor: str = ""
     family: int = 0
     name: str = ""
@@ -151,7 +149,6 @@ def processor(cpuinfo: str | None = None) -> Processor:
 
 
 def usable_processors() -> list[int]:
-    """Logical processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     return sorted(affinity(0))
 

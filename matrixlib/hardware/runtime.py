@@ -64,7 +64,6 @@ class Runtime:
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch.device."""
         import torch
 
         return torch.device(self.device)

@@ -50,7 +50,6 @@ def checkpoints(run: str) -> list[str]:
 
 
 def task_of(run: str, device: str = "auto") -> str:
-    """Name of the run's task, or a custom import path."""
     return str(_config(run, device).task) if is_file(run) else read_run(_folder(run)).task
 
 

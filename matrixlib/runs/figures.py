@@ -90,7 +90,6 @@ class Chart:
 
     @property
     def held_out(self) -> bool:
-        """Whether it has validation points."""
         return any(curve.kind == "held-out" for curve in self.curves)
 
 
@@ -104,7 +103,6 @@ class Mark:
 
     @property
     def bad(self) -> bool:
-        """Whether it needs attention."""
         return self.event in DECISIONS or self.event == "slow"
 
 

@@ -195,7 +195,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _page(title: str, **content: Any) -> str:
-    """templates/page.html."""
     from jinja2 import Environment, PackageLoader
 
     pages = Environment(loader=PackageLoader("matrixlib.runs"), autoescape=True)
@@ -231,7 +230,6 @@ def _executed_notebook(folder: Path) -> str:
 
 
 def _text(value: Any, name: str) -> str:
-    """A value of `frame` as text."""
     if value is None or value != value:  # NaN: a column of numbers has it for None
         return ""
     if not isinstance(value, int | float):
@@ -293,7 +291,6 @@ def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 
 
 def _rows(values: Mapping[str, Any]) -> DataFrame:
-    """A table with a row for each name."""
     rows = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
     return DataFrame.from_dict(rows, orient="index").astype(str)
 

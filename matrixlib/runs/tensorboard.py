@@ -58,7 +58,6 @@ class Events:
             self._writer.add_text("warnings", text, update, walltime=when)
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
 
 

@@ -94,7 +94,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: one line a run."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.runs.watch", description="How each run stands.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="name or folder; without any, those that began last")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")

@@ -237,7 +237,6 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return None
 
     def network(self, model: nn.Module, config: ConfigT, runtime: Runtime, serving: Serving | None = None) -> Network:
-        """A trained model for use."""
         from matrixlib.engine.network import Network
 
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]

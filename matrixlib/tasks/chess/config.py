@@ -214,8 +214,6 @@ class ChessDataConfig(DataConfig):
 
 
 class ChessConfig(Config):
-    """Complete configuration of a chess run."""
-
     task: Literal["chess"]
     data: ChessDataConfig = ChessDataConfig()
     curriculum: SourceCurriculumConfig = SourceCurriculumConfig()

@@ -134,7 +134,6 @@ class ChessGame:
         return self.proven(states)
 
     def write(self, game: GameRecord) -> str:
-        """The game as PGN."""
         board = to_board(game.start)
         written = chess.pgn.Game()
         written.setup(board)

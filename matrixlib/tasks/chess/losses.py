@@ -176,7 +176,6 @@ def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float
 
 
 def calibrated(scores: Tensor, positive: float) -> Tensor:
-    """Logits corrected for training with the positive weight `positive`."""
     return scores - math.log(positive)
 
 

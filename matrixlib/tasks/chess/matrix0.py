@@ -131,7 +131,6 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
 
 
 def matrix0_name(name: str) -> str:
-    """Matrix0's key of one of our parameters or buffers."""
     for pattern, replacement in KEY_RENAMES:
         name = re.sub(pattern, replacement, name)
     return name

@@ -46,7 +46,6 @@ LC0_PLANES, LC0_PLANES_NOW = 112, 21  # with and without the history
 
 
 def input_planes(config: ModelConfig) -> int:
-    """Number of input planes."""
     return PLANES if config.encoding != "lc0" else LC0_PLANES if config.history else LC0_PLANES_NOW
 
 
@@ -363,7 +362,6 @@ def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
 
 
 def tower_depth(config: ModelConfig) -> int:
-    """Number of blocks of the tower."""
     every = config.attention.every
     return config.blocks + (config.blocks // every if every else 0)
 

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
 
 class ChessGameSpec(GameSpec):
-    """Chess as a game of self-play."""
-
     ending = ".pgn"
     game = ChessGame()
 

@@ -64,7 +64,6 @@ class ChessTask:
 
     @property
     def input_planes(self) -> int:
-        """Number of input planes."""
         return input_planes(self.config.model)
 
     @property
@@ -74,7 +73,6 @@ class ChessTask:
 
     @property
     def terms(self) -> dict[str, Term]:
-        """Loss terms by name."""
         options, teacher = self.config.loss, self.config.teacher
         terms = {
             "policy": Term(options.policy, self._policy_loss, _count_policy_rows, self._policy_floor),
@@ -96,7 +94,6 @@ class ChessTask:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each term."""
         return {name: term.weight for name, term in self.terms.items()}
 
     @property

@@ -270,7 +270,6 @@ def read(paths: Iterable[Path | str]) -> dict[int, np.ndarray]:
 
 
 def source(size: int) -> str:
-    """Catalogue source of a size's shards."""
     return f"size {size}"
 
 

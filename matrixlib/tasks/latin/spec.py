@@ -40,7 +40,6 @@ class LatinTask(Ungated):
 
     @property
     def dimensions(self) -> dict[str, StagesConfig]:
-        """The curriculum's dimensions."""
         curriculum = self.config.curriculum
         return {"size": curriculum.size, "mode": curriculum.mode, "fill": curriculum.fill}
 
@@ -154,8 +153,6 @@ MIN_GRIDS = 16  # held-out puzzles of each kind; or a tenth of `validation.sampl
 
 
 class LatinSpec(TaskSpec[LatinConfig]):
-    """Completing Latin squares."""
-
     name, demo = "latin", "latin_demo"
     config, layout = LatinConfig, pool.LAYOUT
     objective_options = ("loss.",)

@@ -70,8 +70,6 @@ class MeleeLossConfig(Section):
 
 
 class MeleeConfig(Config):
-    """Configuration of a Melee imitation run."""
-
     task: Literal["melee"]
     data: MeleeDataConfig = MeleeDataConfig()
     model: MeleeModelConfig = MeleeModelConfig()

@@ -47,7 +47,6 @@ class Slippi:
     held_out: str = ""
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """A replay is one part; other files are ignored."""
         if path.suffix.lower() == ENDING:
             yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"")
 

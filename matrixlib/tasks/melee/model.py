@@ -272,7 +272,6 @@ class MeleeNet(nn.Module):
         self.heads = Heads(config.width, config.head_width, config.autoregressive, prior, weights)
 
     def edges(self) -> list[nn.Module]:
-        """Input and output layers."""
         return [self.first, self.heads.given, self.heads.outer]
 
     def forward(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, choices: Tensor) -> Tensor:

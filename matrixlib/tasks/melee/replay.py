@@ -125,7 +125,6 @@ def check(players: np.ndarray, number: np.ndarray) -> None:
 
 
 def _column(struct: Any, *path: str) -> np.ndarray:
-    """A nested field as an array."""
     for name in path:
         struct = struct.field(name)
     return struct.to_numpy(zero_copy_only=False)

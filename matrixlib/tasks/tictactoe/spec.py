@@ -173,8 +173,6 @@ class TicTacToeLossConfig(Section):
 
 
 class TicTacToeConfig(Config):
-    """Configuration of a tic-tac-toe run."""
-
     task: Literal["tictactoe"]
     data: TicTacToeDataConfig = TicTacToeDataConfig()
     curriculum: SourceCurriculumConfig = SourceCurriculumConfig()
@@ -192,7 +190,6 @@ class TicTacToeNet(nn.Module):
         self.policy, self.value = nn.Linear(config.width, SQUARES), nn.Linear(config.width, 3)
 
     def edges(self) -> list[nn.Module]:
-        """Input and output layers."""
         return [self.stem, self.policy, self.value]
 
     def forward(self, squares: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,8 +312,6 @@ def value_loss(logits: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TicTacToeGameSpec(GameSpec):
-    """Tic-tac-toe as a game of self-play."""
-
     ending, solved = ".txt", True
     game = TicTacToe()
 
@@ -367,8 +362,6 @@ class TicTacToeGameSpec(GameSpec):
 
 
 class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
-    """Self-play positions."""
-
     name = "tictactoe"
     config = TicTacToeConfig
     layout = LAYOUT

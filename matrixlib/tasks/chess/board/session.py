@@ -92,7 +92,6 @@ class Session:
         self.simulations, self.seconds = simulations, seconds
 
     def new_game(self, start: str = "", side: str = "white") -> None:
-        """Start a new game, from any position."""
         if side not in SIDES:
             raise ValueError(f"side must be white or black, not '{side}'")
         board = protocol.read_position(start or "startpos")

@@ -81,7 +81,6 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """The network's evaluation in one line."""
         side = "White" if self.board.turn else "Black"
         chances = "" if self.wdl is None else "win {:.0%}, draw {:.0%}, loss {:.0%}; ".format(*self.wdl)
         return f"{side} to move, {self.value:+.2f}: {chances}{self._words(self.moves) or 'the game is over'}"
@@ -113,8 +112,6 @@ class Evaluation:
 
 
 class Net(Network):
-    """A chess network for inference."""
-
     task: ChessTask
 
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:

@@ -272,7 +272,6 @@ class LegalMoves:
 
 
 def legal_moves(records: Records) -> LegalMoves:
-    """Legal moves of records (N,)."""
     return LegalMoves(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
 
 

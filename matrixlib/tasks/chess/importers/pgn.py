@@ -69,7 +69,6 @@ REMARKS = b"{;($)%"  # first bytes of lines that continue a game after its resul
 
 
 def decode_text(data: bytes) -> str:
-    """Decode as UTF-8, else Latin-1."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -163,7 +163,6 @@ def generate(
 
 
 def _play(job: tuple[Path | str | None, Parameters, range]) -> bytes:
-    """Worker: games as lines of `games.jsonl`."""
     stockfish, parameters, numbers = job
     with Stockfish(stockfish) as engine:
         return b"".join(json.dumps(make_game(engine, it, parameters)).encode() + b"\n" for it in numbers)

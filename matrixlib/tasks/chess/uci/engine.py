@@ -243,7 +243,6 @@ class Engine:
         self.send(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
 
     def _report(self, search: GameSearch, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
-        """Send one info line per variation."""
         for rank, row in enumerate(ranking(result)[: self._integer("MultiPV")], start=1):
             value = float(result.value if np.isnan(result.values[row]) else result.values[row])
             score = protocol.score_text(value, int(result.plies[row]))
