@@ -62,7 +62,6 @@ ProcessesOrZero = Annotated[int, Field(ge=0, le=1024)]
 Auto = Literal["auto"]
 Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
 
-
 Source = str | dict[str, Positive]
 SEVERAL = "or several, with the weight of each in a batch: `{sample: 1, data/mine: 3}`"
 

@@ -30,7 +30,6 @@ NAME_BYTES = 200  # of a run's name: file systems allow 255, and file names are 
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 
-
 ANYWHERE = (".*", "*.ipynb", "*.lock", "lock", "*.log", "*.tmp", "notes.txt")
 """Entries that a folder may have before it becomes that of a run, say: papermill's, locks, and the user's."""
 

@@ -3,8 +3,6 @@
 Its state is one integer, so resuming is free. Batches are cut from an endless stream of epochs, so all are full.
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle
@@ -18,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
 import numpy as np
 import torch
@@ -236,7 +235,7 @@ class Loader:
         """Number of batch i in the stream without skips, as ranges in `skip` count."""
         return unskipped(self._skip, i)
 
-    def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
+    def skipping(self, skip: Sequence[tuple[int, int]]) -> Self:
         """This loader with other skipped ranges; open files are shared."""
         other = copy.copy(self)
         other._skip = merge_ranges(skip)
@@ -267,14 +266,14 @@ class Loader:
         sources, counts = [row.source for row in self._reader.shards], np.diff(self._reader.start)
         return {name: np.repeat([own == name for own in sources], counts) for name in sorted(set(sources))}
 
-    def only(self, keep: np.ndarray) -> Loader:
+    def only(self, keep: np.ndarray) -> Self:
         """This loader restricted further to rows where `keep` (N,), of all rows, is True, for `sequential`."""
         other, rows = copy.copy(self), np.flatnonzero(keep)
         other._only = rows if self._only is None else np.intersect1d(rows, self._only)
         other.count = len(other._only)
         return other
 
-    def prepared_by(self, prepare: Prepare) -> Loader:
+    def prepared_by(self, prepare: Prepare) -> Self:
         """This loader with another `prepare`, such as one that augments nothing."""
         other = copy.copy(self)
         other._prepare = prepare

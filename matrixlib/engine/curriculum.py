@@ -70,8 +70,7 @@ class SourceStages(StagesConfig):
     enabled: bool = option(False, "false = the last stage from the start")
     stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = option(
         ({},),
-        "weight of each source of the data in a stage, any positive numbers; "
-        "{} = all sources, each by its number of positions",
+        "weights of the sources of the data in a stage, any positive numbers; {} = all by their number of positions",
     )
 
 

@@ -5,8 +5,6 @@ holds a part of every weight, gradient and optimizer state as DTensors; the rest
 `local_part`, `sharded_like` and `unsharded`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import math

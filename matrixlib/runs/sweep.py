@@ -46,12 +46,10 @@ class SweepConfig(Section):
     space: dict[str, Any] = option({}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (grid points)")
     method: Literal["grid", "random", "tpe", "staged"] = option(
         "grid",
-        "how the space is searched; `tpe` adapts to results, `staged` adds the arms one by one and keeps "
-        "those that help",
+        "how the space is searched; `tpe` adapts to results, `staged` adds arms one by one, keeping those that help",
     )
     tolerance: NonNegative = option(
-        0.0,
-        "`staged`: keep an arm whose interval lies below this, in units of `measure`; above 0 to make networks smaller",
+        0.0, "`staged`: keep an arm whose interval is below this, in units of `measure`; above 0 for smaller networks"
     )
     trials: CountOrZero = option(0, "number of trials of `random` and `tpe`")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = option(0, "first seed of each trial")
@@ -67,8 +65,7 @@ class SweepConfig(Section):
     workers: Processes = option(1, "processes, which share threads and GPUs")
     fleet: Kind = option(
         "local",
-        "`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
-        "see the folder of the reports",
+        "`ray`: on the nodes of the Ray cluster that this machine belongs to, which all see the reports' folder",
     )
 
 

@@ -1,9 +1,7 @@
 """Configuration of a chess run: data, network, losses, teacher."""
 
-from __future__ import annotations
-
 from functools import reduce
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -111,7 +109,7 @@ class ModelConfig(Section):
     checkpoint_every: CountOrZero = option(0, "activation checkpointing on every k-th block; 0 = off")
 
     @model_validator(mode="after")
-    def _divides(self, info: ValidationInfo) -> ModelConfig:
+    def _divides(self, info: ValidationInfo) -> Self:
         if self.attention.every and self.channels % self.attention.heads:
             good = [h for h in range(1, 65) if self.channels % h == 0]
             raise ValueError(
@@ -168,7 +166,7 @@ class LossConfig(Section):
     huber_delta: Positive = option(1.0, "delta of the Huber loss")
 
     @model_validator(mode="after")
-    def _one_target(self) -> LossConfig:
+    def _one_target(self) -> Self:
         if self.best_move and self.policy_temperature != 1:
             raise ValueError("best_move ignores the temperature: set policy_temperature to 1 or best_move to false")
         return self
@@ -196,7 +194,7 @@ class TeacherConfig(Section):
     squares: bool = option(False, "feature loss per square instead of on board means")
 
     @model_validator(mode="after")
-    def _consistent(self) -> TeacherConfig:
+    def _consistent(self) -> Self:
         if self.schedule == "learned" and not 1 < self.temperature < 5:
             raise ValueError(f"a learned temperature starts between 1 and 5, not at {self.temperature:g}")
         if self.schedule == "learned" and self.network and not self.policy:
@@ -222,7 +220,7 @@ class ChessConfig(Config):
     teacher: TeacherConfig = TeacherConfig()
 
     @model_validator(mode="after")
-    def _consistent(self) -> ChessConfig:
+    def _consistent(self) -> Self:
         if self.teacher.network and self.teacher.wdl and self.model.value.kind == "scalar":
             raise ValueError(
                 "a scalar value head cannot learn win-draw-loss: set teacher.wdl to 0 or model.value.kind to wdl"

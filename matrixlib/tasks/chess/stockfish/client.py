@@ -3,8 +3,6 @@
 python-chess's client labels half as many positions per second, because it parses every info line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -372,8 +372,4 @@ def decode(data: bytes) -> Positions:
 
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
     """Folder of the sample set's unpacked shards, see `shipped.unpack`."""
-    return unpack(folder, "sample", _write, cache)
-
-
-def _write(folder: Path, data: bytes, meta: dict[str, Any]) -> None:
-    write_splits(folder, assemble(decode(data)), meta)
+    return unpack(folder, "sample", lambda to, data, meta: write_splits(to, assemble(decode(data)), meta), cache)
