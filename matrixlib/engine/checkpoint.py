@@ -87,8 +87,7 @@ def host_copies(tensors: TensorsLike) -> Tensors:
 def write(
     folder: Path, step: int, tensors: Tensors, state: Any, mark: Mapping[str, Any] | None = None, compress: int = 0
 ) -> None:
-    """Write a checkpoint into the empty `folder`, durable on return. tensors: from `host_copies`. mark: of a best
-    checkpoint."""
+    """Write a checkpoint into the empty `folder`, durable on return. tensors: of `host_copies`. mark: of a best one."""
     groups = {group: _write_group(folder, group, members, compress) for group, members in tensors.items()}
     data = {"schema": SCHEMA, "step": step, "time": utc_now(), "versions": _versions(), "best": mark}
     write_bytes(folder / "state.json", _seal(data | {"groups": groups, "state": state}))
@@ -302,8 +301,7 @@ class Checkpoints:
         return None
 
     def pick(self, name: str = "newest") -> Checkpoint:
-        """`newest`, `best` (or the newest if none is marked), or a folder name such as `step_00000500`. CheckpointError
-        if absent or corrupt."""
+        """`newest`, `best` (else the newest), or a name (`step_00000500`). CheckpointError if absent or corrupt."""
         if name == "best" and (best := self.best) is not None:
             return read(best.path)
         if name in ("best", "newest"):

@@ -177,8 +177,7 @@ def _statistics(value: Tensor) -> Tensor:
 
 @contextmanager
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Call enter(name, module, args, kwargs) and leave(name, module, args, output) around every module, also on
-    errors."""
+    """Call enter(name, module, args, kwargs) and leave(name, module, args, output) around modules, on errors too."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)

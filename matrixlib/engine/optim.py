@@ -39,8 +39,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze these parts of a network in training mode, with the statistics of their norms. ValueError for an unknown
-    part."""
+    """Freeze these parts of a network in training mode, with norms' statistics. ValueError for an unknown part."""
     for name in names:
         try:
             unwrap(model).get_submodule(name).requires_grad_(False).eval()

@@ -86,8 +86,7 @@ class Runtime:
     def apply(self) -> None:
         """Set torch's threads and TF32; the only place that does.
 
-        TF32 uses torch's older interface only: after mixing with `fp32_precision`, reads (also by torch.compile) raise
-        RuntimeError.
+        TF32 by torch's older interface: mixed with `fp32_precision`, reads (torch.compile's, too) raise RuntimeError.
         """
         import torch
 
@@ -179,8 +178,7 @@ def check_environment() -> None:
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:
     """The runtime of a run to resume. ValueError if its device is missing.
 
-    If the number of processes on the machine changed, threads and workers that the user did not set are chosen again.
-    ranks: processes that this one will start.
+    Threads and workers that the user did not set are chosen again for another number of processes (`ranks`).
     """
     runtime, facts = Runtime.from_dict(stored), facts or machine.facts(ranks)
     try:

@@ -67,8 +67,7 @@ def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
 def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
     """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: the peak of MFU.
 
-    Best of about `seconds` (at least two products) of the largest matrices whose product takes at most a quarter of it.
-    fp32 follows torch's TF32 setting.
+    Best of about `seconds` (two products or more) of matrices that take up to a quarter of it; fp32 as TF32 is set.
     """
     import torch
 

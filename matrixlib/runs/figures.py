@@ -128,8 +128,7 @@ def tabulated(values: Iterable[Mapping[str, float]]) -> DataFrame:
 
 
 def charts(table: DataFrame) -> list[Chart]:
-    """Charts of a `frame`: total loss, each term, SSL terms together, `PLOTS`, the user's numbers. Long curves are
-    thinned to local means."""
+    """Charts of a `frame`: total loss, terms, SSL terms, `PLOTS`, the user's numbers. Long curves are thinned."""
     if len(table) > MAX_POINTS:
         part = np.arange(len(table)) * MAX_POINTS // len(table)
         table = table.reset_index().groupby(part).mean().set_index("step")

@@ -144,8 +144,7 @@ def stored_record(folder: Path) -> dict[str, Any]:
 
 
 def changes_on_resume(folder: Path, requested: Config, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Options that differ from what was requested before: key -> (old, new). RunError for those that may not change,
-    and for fewer updates than the run has made."""
+    """Changed options: key -> (old, new). RunError for those that may not change, and for fewer updates than made."""
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
     changes = configuration.difference(requested, before)
     if fixed := [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if not key.startswith(MAY_CHANGE)]:

@@ -208,8 +208,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return Stage(task, list(weights), weights)
 
     def teacher(self, config: ConfigT, runtime: Runtime, record: Mapping[str, Any]) -> Teacher | None:
-        """The frozen network that its losses need, on the training device. record: how it was computed when the
-        training started, {} for a new one."""
+        """The frozen network that its losses need, on the device. record: how it was computed at first, {} when new."""
         return None
 
     def sidecars(

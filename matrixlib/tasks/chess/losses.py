@@ -124,8 +124,7 @@ def expected_score(distribution: Tensor) -> Tensor:
 
 
 def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of logits (B, 3) with targets (B, 3), summed over `rows`. Metrics: `accuracy` (ties in the target
-    count as correct) and `_moments`."""
+    """Cross-entropy of logits (B, 3) with targets (B, 3) over `rows`. Metrics: `accuracy` (any tie), `_moments`."""
     log_p = logits.float().log_softmax(1)
     with torch.no_grad():
         best = target >= target.amax(1, keepdim=True)
@@ -135,8 +134,7 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
 
 
 def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig) -> tuple[Tensor, Sums]:
-    """Squared or Huber error of values (B,) in [-1, 1] to win - loss of targets (B, 3), summed over `rows`. Metrics:
-    `_moments`."""
+    """Squared or Huber error of values (B,) to win - loss of targets (B, 3) over `rows`. Metrics: `_moments`."""
     value, result = value.float(), target[:, 0] - target[:, 2]
     if options.scalar == "mse":
         loss = (value - result).square()

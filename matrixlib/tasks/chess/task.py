@@ -183,8 +183,7 @@ class ChessTask:
         return model
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Run the self-supervised heads on chunks of `rows` positions and return the chunk size in effect: 0, the whole
-        batch, with BatchNorm."""
+        """Run the self-supervised heads on chunks of `rows`; returns the size in effect: 0 (all) with BatchNorm."""
         assert isinstance(model, PolicyValueNet)
         model.ssl_chunk = rows if self.config.model.norm.stem_heads == "group" else 0
         return model.ssl_chunk

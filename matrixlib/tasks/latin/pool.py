@@ -227,8 +227,7 @@ def permutations(key: np.ndarray, size: np.ndarray, side: int) -> np.ndarray:
 
 
 def isotopes(squares: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Squares (B, N, N) uint8 with rows, columns and digits permuted inside their size (B,), by keys (B,). Unchanged
-    where the result would be a held-out square."""
+    """Squares (B, N, N) with rows, columns, digits permuted inside size (B,) by keys (B,), unless then held out."""
     side = squares.shape[-1]
     rows, columns, digits = permutations(key, size, side)
     moved = np.take_along_axis(np.take_along_axis(squares, rows[:, :, None], 1), columns[:, None], 2)

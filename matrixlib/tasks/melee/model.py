@@ -302,8 +302,7 @@ LEAST = 0.01  # smallest share of a class after removing smoothing; below it noi
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss options. weights: (8,) of pressed buttons, on the logits' device. gamma: focal loss, 0 = none. smoothing:
-    label smoothing of classes."""
+    """Loss options. weights: (8,) of pressed buttons. gamma: focal loss, 0 = none. smoothing: of class labels."""
 
     weights: Tensor
     gamma: float = 0.0

@@ -65,8 +65,7 @@ def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> 
 
 
 def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """KL(teacher || student) of win-draw-loss: logits (B, 3), teacher probabilities (B, 3). Metric: `accuracy` (equal
-    likeliest classes)."""
+    """KL(teacher || student) of logits (B, 3), probabilities (B, 3). Metric: `accuracy` (equal likeliest classes)."""
     log_p = logits.float().log_softmax(1)
     same = log_p.argmax(1) == teacher.argmax(1)
     return sums(-(teacher * log_p).sum(1) - entropy(teacher), rows, {"accuracy": same})

@@ -158,8 +158,7 @@ def read_lc0_games(path: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Lc0:
-    """Lc0 training data version 6: .gz files of one game each, or .tar files of those. value: of the root or its best
-    move."""
+    """Lc0 training data version 6: .gz files of a game each, .tar of those. value: of the root or its best move."""
 
     source: ClassVar[str] = "lc0"
     value: Literal["root", "best"] = "root"

@@ -71,8 +71,7 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
 def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:
     """Policy level of each move from shallow scores of all and deep scores of the best moves.
 
-    Other moves are at least DEEP_MARGIN worse than the last deep line; otherwise a blunder that only the shallow search
-    likes would keep its weight.
+    Others are at least DEEP_MARGIN worse than the last deep line, lest a blunder of the shallow search keeps weight.
     """
     deeper = dict(zip(deep, to_centipawns(np.array(list(deep.values()))).tolist(), strict=True))
     last = min(deeper.values()) - DEEP_MARGIN
