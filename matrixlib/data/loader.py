@@ -21,20 +21,9 @@ from typing import Self
 import numpy as np
 import torch
 
+from matrixlib.data import order as ordering
 from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.order import (
-    PREPARE,
-    SAMPLE,
-    SEQUENTIAL,
-    Mixture,
-    Order,
-    RankSlice,
-    generator,
-    make_key,
-    merge_ranges,
-    permute,
-    places_of,
-)
+from matrixlib.data.order import Mixture, Order, RankSlice, generator, make_key, merge_ranges, permute, places_of
 from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars
 from matrixlib.data.remote import fetch_ahead
 from matrixlib.data.shards import BLOCK, Batch, Layout
@@ -244,7 +233,7 @@ class Loader:
     def _batches(self) -> BatchMaker:
         """The endless stream of shuffled epochs without skipped batches."""
         order, skip, size, count = self._order, self._skip, self.batch_size, self._reader.count
-        key = PREPARE, self._seed, self._phase
+        key = ordering.PREPARE, self._seed, self._phase
 
         def rows(i: int) -> np.ndarray:
             number = unskipped(skip, i)
@@ -299,13 +288,13 @@ class Loader:
         kept = np.arange(self.count) if self._only is None else self._only
         seed, ranks = self._seed, self._ranks
         if 0 < sample < len(kept):
-            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(SAMPLE, seed)))]
+            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(ordering.SAMPLE, seed)))]
 
         def rows(i: int) -> np.ndarray:
             return kept[i * batch_size : (i + 1) * batch_size]
 
         def stream(i: int) -> np.random.Generator:
-            return generator(SEQUENTIAL, seed, i)
+            return generator(ordering.SEQUENTIAL, seed, i)
 
         source = BatchMaker(self._reader, self._prepare, ranks, rows, stream)
         whole, rest = divmod(len(kept), batch_size)

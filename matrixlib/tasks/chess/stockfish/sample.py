@@ -28,15 +28,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, read_info, select, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.records import (
-    LAYOUT,
-    RECORD,
-    SHARD_RECORDS,
-    UNKNOWN,
-    game_id,
-    in_validation,
-    position_keys,
-)
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, SHARD_RECORDS, UNKNOWN, game_id, in_validation, position_keys
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.labels import RULES, Positions, assemble, label
 from matrixlib.tasks.shipped import unpack
