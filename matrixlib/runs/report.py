@@ -1,11 +1,8 @@
 """Offline report of a run, one self-contained HTML file, verdict first; and an index of all runs.
 
-    python -m matrixlib.runs.report            all runs under reports/, and their index
-    python -m matrixlib.runs.report RUN        one run (name or folder), and the index
-
-If the run's folder has the executed notebook, the report is that notebook without code, else key figures and curves.
-Then warnings, stability, runtime, configuration, environment, and what is missing or damaged. Template:
-templates/page.html.
+`python -m matrixlib.runs.report [RUN ...]` makes those of named runs (default all under reports/) and the index. If a
+run's folder has the executed notebook, that is the report, without code; else key figures and curves. Then warnings,
+stability, runtime, configuration, environment, and what is missing or damaged.
 """
 
 import base64

@@ -1,10 +1,6 @@
 """Status of each run: training, validating, stalled, or how it ended, from heartbeat.json and summary.json.
 
-    python -m matrixlib.runs.watch                   the newest runs
-    python -m matrixlib.runs.watch RUN               one run (name or folder), or several
-    python -m matrixlib.runs.watch --every 60        repeat every minute, until Ctrl-C
-
-Exit code 1 if a run is stalled.
+`python -m matrixlib.runs.watch --help`. Exit code 1 if a run is stalled.
 """
 
 import argparse

@@ -113,14 +113,8 @@ class ChessGame:
         for i in np.flatnonzero((men <= self.pieces) & (states["halfmove"] == 0) & (states["castling"] == 0)):
             try:
                 wdl = self.tables.get_wdl(to_board(states[i]))
-            except (
-                OSError,
-                LookupError,
-                ValueError,
-                AssertionError,
-                struct.error,
-            ) as error:  # e.g. a truncated download
-                self.tables = None
+            except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:
+                self.tables = None  # e.g. a truncated download
                 warnings.warn(f"Syzygy tables are damaged and no longer used: {error}", stacklevel=2)
                 break
             if wdl is not None:
