@@ -221,7 +221,6 @@ class Loader:
         self.per_epoch = -(-self.count // batch_size)
 
     def unskipped_index(self, i: int) -> int:
-        """Number of batch i in the stream without skips, as ranges in `skip` count."""
         return unskipped(self._skip, i)
 
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Self:
@@ -303,11 +302,9 @@ class Loader:
         return BatchSequence(length, lambda: self._iterate(source, range(length), workers))
 
     def rows_in(self, name: str, block: int) -> int:
-        """Rows in use of a shard's block (`WHOLE`: of the shard)."""
         return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the last batch: seconds to `prepare` it, and batches `ready` in the queue; {} without workers."""
         return self._stats
 
     def try_workers(self) -> str:

@@ -160,7 +160,6 @@ class Curriculum:
         return [(start, stop, self.phases[number]) for (start, number), stop in zip(self.history, stops, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """State without the configuration, for a checkpoint."""
         state = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
         return {"phases": list(map(str, self.phases)), **state}
 

@@ -58,16 +58,13 @@ class ChessGame:
         self.tables, self.pieces = tables, pieces
 
     def initial(self, n: int) -> States:
-        """The initial position n times."""
         return np.repeat(from_boards([chess.Board()]), n)
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
-        """Policy indices (K,) of the legal moves and offsets (N + 1,)."""
         indices, offsets = legal_indices(states)
         return indices.astype(np.int32), offsets
 
     def play(self, states: States, moves: Moves) -> States:
-        """Positions after one legal move in each state."""
         code = bitboard.POLICY_MOVE[moves]
         piece = np.take_along_axis(piece_classes(states["pieces"]), (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
         queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
@@ -82,7 +79,6 @@ class ChessGame:
         return values
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
-        """Side to move (N,): 0 White, 1 Black."""
         return states["side"]
 
     def key(self, states: States) -> NDArray[np.uint64]:
@@ -90,7 +86,6 @@ class ChessGame:
         return position_hashes(states) ^ states["side"] * HASH_MULTIPLIER
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
-        """States with their number of earlier occurrences set."""
         states = states.copy()
         states["repetition"] = np.minimum(counts, 2)
         return states

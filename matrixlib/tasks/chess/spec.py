@@ -116,11 +116,9 @@ class ChessSpec(specs.TaskSpec[ChessConfig]):
         return replace(task, trunk=parts.trunk, heads=parts.heads, loss_functions=parts.losses)
 
     def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Network input `planes` (B, C, 8, 8)."""
         return {"planes": task.planes(batch)}
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
-        """The first boards of a batch with their targets."""
         from matrixlib.tasks.chess.plots import batch_boards
 
         return batch_boards(batch, rows)

@@ -114,7 +114,6 @@ class LatinTask(Ungated):
         return {"cell": int(hidden.sum()), "constraint": int(hidden.any(1).sum())}
 
     def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
-        """Sums of the active terms and their metrics (see losses.py)."""
         logits = model(tokens(batch), batch["size"], batch["mode"])
         target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
         sums, metrics = Sums(), Sums()

@@ -51,7 +51,6 @@ class Slippi:
             yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"")
 
     def read(self, part: Part) -> ParseResult:
-        """Rows of a replay, or its rejection or skip."""
         entries, batch = ParseResult(replace(part, first=part.number)), concat([], LAYOUT)
         try:
             if not part.data:

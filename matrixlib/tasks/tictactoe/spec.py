@@ -247,7 +247,6 @@ class TicTacToeTask(Ungated):
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms and their metrics."""
         policy, value = model(batch["squares"])
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
@@ -316,7 +315,6 @@ class TicTacToeGameSpec(GameSpec):
     game = TicTacToe()
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Rows:
-        """Fully searched positions with the search's policy."""
         parts = [np.empty(0, RECORD)]
         for trace in traces:
             records, result = np.zeros(len(trace.states), RECORD), trace.results()
