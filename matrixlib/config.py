@@ -247,10 +247,8 @@ class RuntimeConfig(Section):
 
 
 class Config(Section):
-    """Sections that engine, data and runs need; tasks add theirs.
-
-    Each task has a `model` and a `loss`, and may extend `data`.
-    """
+    """Sections that engine, data and runs need; tasks add theirs. Each task has a `model` and a `loss`, and may extend
+    `data`."""
 
     if TYPE_CHECKING:  # typed by the task's schema
         model: Any
@@ -322,9 +320,7 @@ def read_preset(
     preset: str, overrides: Mapping[str, Any] | None = None, folder: Path = PARAMS
 ) -> tuple[dict[str, Any], str]:
     """(nested data, name for messages) of a preset in `folder`, or of a YAML file by path, with overrides applied.
-
-    ConfigError for an unknown preset, with the nearest name.
-    """
+    ConfigError for an unknown preset, with the nearest name."""
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
     if not os.path.isfile(path):
         known = presets(folder)

@@ -109,10 +109,8 @@ def clock_time() -> str:
 
 
 def duration(seconds: float) -> str:
-    """Time in a fitting unit: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h".
-
-    "?" if not finite; ValueError if negative.
-    """
+    """Time in a fitting unit: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h". "?" if not finite;
+    ValueError if negative."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 0:

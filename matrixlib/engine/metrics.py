@@ -74,10 +74,8 @@ def not_finite(row: Mapping[str, Any]) -> bool:
 
 
 class MetricsLog:
-    """Append-only log of one run. Lines are flushed; a torn last line is truncated on open.
-
-    recent: the latest rows, written or not.
-    """
+    """Append-only log of one run. Lines are flushed; a torn last line is truncated on open. recent: the latest rows,
+    written or not."""
 
     def __init__(self, path: Path, every: int = 1, writes: bool = True) -> None:
         """every: log every k-th update, see `interval`. writes: False on ranks other than 0."""

@@ -237,10 +237,8 @@ def words(value: Any) -> Any:
 
 
 def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
-    """What `auto` means: threads, workers, prefetch, micro_batch -> (value, why).
-
-    Not `batch_size`: it changes what is learned.
-    """
+    """What `auto` means: threads, workers, prefetch, micro_batch -> (value, why). Not `batch_size`: it changes what is
+    learned."""
     threads = f"cores that this process may use: {facts.cores}"
     if facts.threads < facts.cores:
         threads += f", limited by OMP_NUM_THREADS={facts.thread_limit}"

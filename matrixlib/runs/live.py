@@ -51,10 +51,8 @@ class LivePlot(AbstractContextManager["LivePlot"]):
             self._handle = display(self._panel, display_id=True)
 
     def update(self, stats: Stats, **own: float) -> None:
-        """Add one update's stats and the user's own numbers; cheap unless a redraw is due.
-
-        Use `run.log` to store own numbers in metrics.jsonl too.
-        """
+        """Add one update's stats and the user's own numbers; cheap unless a redraw is due. Use `run.log` to store own
+        numbers in metrics.jsonl too."""
         row = stats.row() | ({"extra": own} if own else {})
         self._step, self.total, self._epoch = stats.step, row.get("steps", self.total), stats.epoch
         if stats.messages or not self._step % metrics.interval(self.total):  # as in the log of a long run

@@ -122,10 +122,8 @@ class Verdict:
         return bool(passed)
 
     def show(self, details: bool = True) -> None:
-        """Print and store the table; VerdictFailed names failed checks, or says that there are none.
-
-        details: False hides what may depend on the machine.
-        """
+        """Print and store the table; VerdictFailed names failed checks, or says that there are none. details: False
+        hides what may depend on the machine."""
         width = max((len(check["name"]) for check in self.checks), default=0)
         for check in self.checks:
             note = f"{'':{width - len(check['name'])}}  {check['detail']}" if details and check["detail"] else ""

@@ -35,10 +35,8 @@ class SweepError(ValueError):
 
 
 class SweepConfig(Section):
-    """A sweep: arms, a search space over options, or both, and the method.
-
-    A trial is one configuration, trained with each seed.
-    """
+    """A sweep: arms, a search space over options, or both, and the method. A trial is one configuration, trained with
+    each seed."""
 
     preset: str = option("demo", "preset of all trials, unless an arm or the space sets another")
     overrides: dict[str, Any] = option({}, "nested mapping over the preset of all trials")

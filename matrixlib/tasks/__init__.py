@@ -80,10 +80,8 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Config:
-    """Validate a nested mapping by its `task`'s schema; raises ConfigError.
-
-    name, prefix: for messages, before the message and before each key.
-    """
+    """Validate a nested mapping by its `task`'s schema; raises ConfigError. name, prefix: for messages, before the
+    message and before each key."""
     task = task_of(data, name, prefix)
     config: Config = configuration.validated(task.config, data, name, prefix)
     if config.validation.strength.every and task.game is None:

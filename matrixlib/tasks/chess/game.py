@@ -98,9 +98,7 @@ class ChessGame:
 
     def proven(self, states: States) -> Values:
         """Tablebase values (N,), NaN where unknown; only right after a capture or pawn move, where they are exact.
-
-        Cursed wins and blessed losses are draws.
-        """
+        Cursed wins and blessed losses are draws."""
         values = np.full(len(states), np.nan, np.float32)
         if self.tables is None:
             return values

@@ -206,10 +206,8 @@ class PolicyHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32.
-
-    Lc0's has one hidden layer, the others two.
-    """
+    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32. Lc0's
+    has one hidden layer, the others two."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

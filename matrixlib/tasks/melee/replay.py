@@ -53,10 +53,8 @@ class Replay:
 
 
 def read(path: Path | str) -> Replay:
-    """The game in a file. ReplayError if corrupt or no replay, NoGame if not between two people.
-
-    ValueError, with what to install, without peppi-py.
-    """
+    """The game in a file. ReplayError if corrupt or no replay, NoGame if not between two people. ValueError, with what
+    to install, without peppi-py."""
     start, frames = parse(path)
     people = start["players"]
     if len(people) != 2:

@@ -83,9 +83,7 @@ def block_pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[
 
 def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
     """1 - `linear_cka`, mean over the pairs of blocks, summed over the rows in groups of CKA_ROWS. rows: mask (B,).
-
-    Additive over micro-batches whose sizes are multiples of CKA_ROWS.
-    """
+    Additive over micro-batches whose sizes are multiples of CKA_ROWS."""
     total = torch.zeros((), device=rows.device)
     for start in range(0, len(rows), CKA_ROWS):
         part = slice(start, start + CKA_ROWS)
@@ -113,9 +111,7 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
 
 class LearnedTemperature(SGDParameters):
     """Adversarial temperature T = 1 + 4 sigmoid(raw) by gradient reversal (CTKD, Li et al. 2022, arXiv:2211.16231).
-
-    Trained by SGD: Adam would cancel the factor of the reversed gradient.
-    """
+    Trained by SGD: Adam would cancel the factor of the reversed gradient."""
 
     def __init__(self, initial: float, rate: float) -> None:
         super().__init__()

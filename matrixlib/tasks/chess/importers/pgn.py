@@ -130,10 +130,8 @@ def _outside(line: bytes, inside: bool) -> tuple[bytes, bool]:
 
 
 def main_line(text: bytes) -> tuple[list[bytes], str]:
-    """Words of move text without comments and variations, and its fault ("" for none).
-
-    Evaluations in comments become words: "%" and the number.
-    """
+    """Words of move text without comments and variations, and its fault ("" for none). Evaluations in comments become
+    words: "%" and the number."""
     if not MARKED.search(text):
         return text.split(), ""
     if not (text.startswith(b"%") or any(mark in text for mark in UNUSUAL)) and text.count(b"{") == text.count(b"}"):
