@@ -101,7 +101,8 @@ class Run:
         return self.trainer.schedule
 
     def batch(self, i: int = 0) -> Batch:
-        """Training batch i on the device: arrays of the task's `prepare` and the network's inputs (chess: `planes`)."""
+        """Training batch i on the network's device: the arrays of the task's `prepare`, and the network's inputs
+        (chess: `planes`). Does not affect training."""
         from matrixlib.engine.task import to_device
 
         batch = to_device(self.data.batch(i), self.runtime.torch_device)
@@ -112,7 +113,8 @@ class Run:
         return self.spec.show(self.task, batch, rows)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Mean loss of each active term over a batch, with graph; weighted by `task.weights`, the update's loss."""
+        """Mean loss of each active term over a batch, with graph; their sum weighted by `task.weights` is an update's
+        loss. The network keeps its mode."""
         from matrixlib.engine.task import active_terms
 
         counts = self.task.counts({name: tensor.cpu() for name, tensor in batch.items()})

@@ -171,7 +171,7 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
 
 
 def by_material(states: States, margin: float) -> Values:
-    """(N,) 1 or -1 where the side to move is ahead or behind by `margin` pawns (PIECE_VALUES), else 0."""
+    """(N,) 1 or -1 where the side to move is at least `margin` pawns ahead or behind (PIECE_VALUES), else 0."""
     men = np.bitwise_count(bitboard.bitboards(states["pieces"])).astype(np.float32)
     lead = (men[:, :6] - men[:, 6:]) @ np.array(PIECE_VALUES, np.float32)
     return np.where(np.abs(lead) >= margin, np.sign(lead), np.float32(0))

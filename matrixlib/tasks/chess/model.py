@@ -135,7 +135,7 @@ class Lc0AttentionPolicy(nn.Module):
 
 
 class PolicyHead(nn.Module):
-    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane, or Lc0's (B, 1858), of illegal moves too.
+    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane, or Lc0's (B, 1858), illegal ones unmasked.
 
     moves: policy indices (B, L); the `attention` head computes only their logits (B, L), the other kinds ignore them.
     With `clamp` c inputs and logits are clamped to +-c and hidden values to +-2c, as in Matrix0. The output layer is in

@@ -52,7 +52,7 @@ class Player:
         """The controller for the next frame, from the state after this one: SCENE (1, 1) from `windows.live`. Its
         `previous` is replaced by the last decision.
 
-        With a delay, decisions come so many frames ahead, and first a neutral one. ValueError for several frames.
+        With a delay decisions come so many frames ahead, neutral ones until then. ValueError for several frames.
         """
         if frame.dtype != SCENE or frame.shape != (1, 1):
             raise ValueError("give one frame at a time, as windows.live makes it")

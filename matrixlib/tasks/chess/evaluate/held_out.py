@@ -151,7 +151,7 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
 
 
 def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
-    """Pearson correlations (B,) of rows (B, L) over the mask `among`; nan below MIN_MOVES entries, without variance."""
+    """Pearson correlations (B,) of rows (B, L) over the mask `among`; nan below MIN_MOVES entries or variance 0."""
     among = np.ones(x.shape, bool) if among is None else among
     count = among.sum(1)
     x, y = (np.where(among, side, 0).astype(np.float64) for side in (x, y))

@@ -75,7 +75,8 @@ def import_listed(
 
 
 def data_folder(folder: str, paths: str) -> Path:
-    """Folder of shards to import into or inspect: `folder` (of a URL its catalogue's), reports/data, the sample set."""
+    """Folder of shards to import into or inspect: `folder`, else reports/data with `paths`, else the sample set. For
+    a URL, the local folder of its catalogue."""
     if is_remote(folder):
         return download_catalogue(folder, configuration.DataConfig().cache, look=True)
     if folder:
