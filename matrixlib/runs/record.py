@@ -24,21 +24,10 @@ from matrixlib.tasks import changed, load_config, parse_config
 
 ORPHAN_SECONDS = 3.0  # ipykernel checks for its parent once a second
 MAY_CHANGE = (  # options that may change on resume; sections end with a dot
-    "train.steps",
-    "train.minutes",
-    "train.heartbeat_seconds",
-    "train.tensorboard",
-    "train.micro_batch",
-    "data.cache",
-    "data.timeout",
-    "data.max_lost",
-    "validation.",
-    "checkpoint.",
-    "health.",
-    "memory.",
-    "runtime.compile",
-    "runtime.rank_timeout",
-    "runtime.shard",
+    *("train.steps", "train.minutes", "train.heartbeat_seconds", "train.tensorboard", "train.micro_batch"),
+    *("data.cache", "data.timeout", "data.max_lost"),
+    *("validation.", "checkpoint.", "health.", "memory."),
+    *("runtime.compile", "runtime.rank_timeout", "runtime.shard"),
     "teacher.network",  # its path: identity is checked by SHA-256
 )
 SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")  # `auto`: as settled when the run began
