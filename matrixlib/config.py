@@ -1,8 +1,7 @@
 """Strict configuration: YAML in, frozen sections out.
 
 Defaults are in the schema only; a preset in ``params/`` names what differs, and a run's config.yaml has everything.
-Unknown, duplicate and mistyped keys are errors that name the key and a fix. Sections common to all tasks are here; a
-task's own are in its folder.
+Unknown, duplicate and mistyped keys are errors that name the key and a fix. A task's own sections are in its folder.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ ProcessesOrZero = Annotated[int, Field(ge=0, le=1024)]
 Auto = Literal["auto"]
 Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
 
-
 Source = str | dict[str, Positive]
 SEVERAL = "or several, with the weight of each in a batch: `{sample: 1, data/mine: 3}`"
 
@@ -118,15 +116,11 @@ class OptimConfig(Section):
         0, "batch size that learning_rate is for: scale by sqrt(train.batch_size / rate_batch); 0 = off"
     )
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
-    decay_ratio: AboveZero = option(
-        1.0, "share of the updates after the warm-up that decay; before, the rate stays at the peak"
-    )
+    decay_ratio: AboveZero = option(1.0, "share of the updates after the warm-up that decay; the peak before")
     restarts: CountOrZero = option(0, "warm restarts at the peak")
     final_fraction: Fraction = option(0.05, "learning rate at the last update / peak")
     warmup_steps: CountOrZero = option(10, "updates of linear warm-up (the first at 1/warmup, not 0)")
-    weight_decay: NonNegative = option(
-        0.05, "decoupled (adam, sgd, rmsprop: L2 in the gradient); not for norms, biases, embeddings"
-    )
+    weight_decay: NonNegative = option(0.05, "decoupled (adam, sgd, rmsprop: L2); not for norms, biases, embeddings")
     beta1: Fraction = option(0.9, "decay of Adam's first moment")
     beta2: Fraction = option(0.98, "decay of Adam's second moment, and of rmsprop's")
     eps: Positive = option(1e-08, "Adam's epsilon")
@@ -154,12 +148,8 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     steps: Count | Auto = option("auto", "updates; `auto` = as many as fit in `minutes`, timed once as the run begins")
     minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
-    epochs: NonNegative = option(
-        0.0, "passes over the training positions where steps is `auto`, instead of `minutes`; 0 = off"
-    )
-    init: str = option(
-        "", "initial weights: a run, a checkpoint's folder, Lc0's `.pb.gz`, a Matrix0 `.pt`; empty = random"
-    )
+    epochs: NonNegative = option(0.0, "passes over the training data for steps `auto`, in place of `minutes`; 0 = off")
+    init: str = option("", "initial weights: a run, a checkpoint, Lc0's `.pb.gz` or Matrix0's `.pt`; empty = random")
     init_partial: bool = option(False, "load only what fits by name and shape; the rest is listed")
     freeze: tuple[str, ...] = option((), "parts of the network that stay as they are, such as [stem, tower.0]")
     batch_size: Rows = option(128, "positions in one update")
@@ -174,8 +164,6 @@ class TrainConfig(Section):
 
 
 class OpeningOptions(Section):
-    """Where games start from."""
-
     openings: str = option("", "file of openings: .pgn, .epd, .fen or Polyglot's .bin; empty = none")
     opening_plies: Count = option(16, "most plies of an opening from a .pgn or .bin file")
 
@@ -184,9 +172,7 @@ class StrengthConfig(OpeningOptions):
     """Matches of the network in training against an anchor; for games."""
 
     every: CountOrZero = option(0, "updates between matches; the last update has one, too; 0 = off")
-    anchor: str = option(
-        "", "a run, a checkpoint, a file or an engine (`toga2 depth=4`); empty = the run's first weights"
-    )
+    anchor: str = option("", "a run, checkpoint, file or engine (`toga2 depth=4`); empty = the run's first weights")
     pairs: Count = option(16, "pairs of games: one opening, sides swapped; the same openings each time")
     simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move, or a mate in one")
     random_plies: Count = option(6, "random plies of an opening where there is no file of them")
@@ -244,9 +230,7 @@ class CheckpointConfig(Section):
     keep: Annotated[int, Field(ge=2)] = option(2, "newest checkpoints kept (at least two), besides the best")
     keep_best: Count = option(1, "best checkpoints kept, by full validation loss")
     keep_every: CountOrZero = option(0, "updates between checkpoints that are kept forever; 0 = none")
-    compress: Annotated[int, Field(ge=0, le=19)] = option(
-        0, "zstd level of the tensor files (a tenth smaller); 0 = none"
-    )
+    compress: Annotated[int, Field(ge=0, le=19)] = option(0, "zstd level of tensor files (a tenth smaller); 0 = none")
     backup: str = option("", "folder or URL (s3://...) for verified copies of the run's checkpoints and files")
 
 
@@ -263,10 +247,8 @@ class RuntimeConfig(Section):
 
 
 class Config(Section):
-    """Sections that engine, data and runs need; tasks add theirs.
-
-    Each task has a `model` and a `loss`, and may extend `data`.
-    """
+    """Sections that engine, data and runs need; tasks add theirs. Each task has a `model` and a `loss`, and may extend
+    `data`."""
 
     if TYPE_CHECKING:  # typed by the task's schema
         model: Any
@@ -338,9 +320,7 @@ def read_preset(
     preset: str, overrides: Mapping[str, Any] | None = None, folder: Path = PARAMS
 ) -> tuple[dict[str, Any], str]:
     """(nested data, name for messages) of a preset in `folder`, or of a YAML file by path, with overrides applied.
-
-    ConfigError for an unknown preset, with the nearest name.
-    """
+    ConfigError for an unknown preset, with the nearest name."""
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
     if not os.path.isfile(path):
         known = presets(folder)

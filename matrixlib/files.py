@@ -30,7 +30,6 @@ NAME_BYTES = 200  # of a run's name: file systems allow 255, and file names are 
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 REFUSALS |= {errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 
-
 ANYWHERE = (".*", "*.ipynb", "*.lock", "lock", "*.log", "*.tmp", "notes.txt")
 """Entries that a folder may have before it becomes that of a run, say: papermill's, locks, and the user's."""
 
@@ -45,10 +44,8 @@ def from_home(path: str | Path) -> Path:
 
 
 def reports_root() -> Path:
-    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout or the working folder.
-
-    May not exist yet. FolderError for an impossible path.
-    """
+    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout or the working folder. May not exist yet.
+    FolderError for an impossible path."""
     root = from_home(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports")
     with writing(root), suppress(FileNotFoundError):
         root.stat()
@@ -157,10 +154,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str = "row") -> Any:
-    """`value` as JSON data: non-finite numbers become strings, one-element arrays numbers.
-
-    TypeError names the place of anything that JSON cannot hold.
-    """
+    """`value` as JSON data: non-finite numbers become strings, one-element arrays numbers. TypeError names the place of
+    anything that JSON cannot hold."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, (str, bool, int)):

@@ -16,8 +16,7 @@ BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # of a clo
 def interactive() -> bool:
     """Whether a Jupyter front end started this kernel.
 
-    jupyter-server sets JPY_SESSION_NAME; papermill, nbconvert and nbval do not. MATRIXLIB_LIVE=0 or 1 overrides; other
-    values are a ValueError.
+    jupyter-server sets JPY_SESSION_NAME, papermill and nbval do not. MATRIXLIB_LIVE=0 or 1 overrides, else ValueError.
     """
     forced = os.environ.get("MATRIXLIB_LIVE")
     if forced is not None:
@@ -34,8 +33,7 @@ def silent() -> bool:
 
 @dataclass
 class LinePace:
-    """When the next line is due: every five seconds, later every hundredth of the elapsed time, so that long logs stay
-    short."""
+    """When the next line is due: every five seconds, later every hundredth of the elapsed time, for short logs."""
 
     began: float
     last: float
@@ -111,10 +109,8 @@ def clock_time() -> str:
 
 
 def duration(seconds: float) -> str:
-    """Time in a fitting unit: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h".
-
-    "?" if not finite; ValueError if negative.
-    """
+    """Time in a fitting unit: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h". "?" if not finite;
+    ValueError if negative."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 0:

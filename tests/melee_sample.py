@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from shipping import write_shipped
 
 from matrixlib.tasks.melee.importer import ARRAYS, SAMPLE, write_sample
 from matrixlib.tasks.melee.replay import Replay, read
-from matrixlib.tasks.shipped import read_manifest, write_shipped
+from matrixlib.tasks.shipped import read_manifest
 
 
 def encode(games: Sequence[Replay]) -> bytes:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shipping import SAMPLE_FILE, ship_sample
 from test_sample import make_work
 
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.importers.audit import faults
 from matrixlib.tasks.chess.records import LAYOUT, position_keys
 from matrixlib.tasks.chess.stockfish import sample as shipped
-from matrixlib.tasks.chess.stockfish.sample import pack, ship, unpack_sample
+from matrixlib.tasks.chess.stockfish.sample import pack, unpack_sample
 from matrixlib.tasks.shipped import MANIFEST, damage, read_manifest
 
 
@@ -24,7 +25,7 @@ def work(tmp_path_factory) -> Path:
 def package(work, tmp_path_factory) -> Path:
     """A folder as the package's sample folder, with a small set."""
     folder = tmp_path_factory.mktemp("package")
-    ship(work, folder)
+    ship_sample(work, folder)
     return folder
 
 
@@ -68,10 +69,10 @@ def test_a_damaged_package_is_refused(package, tmp_path):
     broken.mkdir()
     for path in package.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
-    flip_a_byte(broken / shipped.DATA_FILE)
+    flip_a_byte(broken / SAMPLE_FILE)
     with pytest.raises(ValueError, match=r"sample\.npz\.xz is missing or damaged: install the package again"):
         unpack_sample(tmp_path / "cache", broken)
-    (broken / shipped.DATA_FILE).unlink()
+    (broken / SAMPLE_FILE).unlink()
     with pytest.raises(ValueError, match="missing or damaged"):
         unpack_sample(tmp_path / "cache", broken)
     (broken / MANIFEST).write_text("{")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from shipping import ship_network
 
 from matrixlib import files
 from matrixlib.runs import browse
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle import open_cycle
 from matrixlib.tasks import load
-from matrixlib.tasks.chess.ship import ship
 
 TINY = {
     "data": {"limit": 512, "workers": 0},
@@ -70,7 +70,7 @@ def test_a_run_that_is_shipped_says_the_same_and_damage_is_named(
     folder = tmp_path / "shipped"
     monkeypatch.setattr("matrixlib.files.SHIPPED", folder)
     monkeypatch.setattr("matrixlib.tasks.spec.SHIPPED", folder)
-    ship("own", folder)
+    ship_network("own", folder)
     one, other = (weights(load(name, device="cpu")) for name in ("own", "shipped"))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     (file,) = folder.glob("checkpoints/*/model.safetensors")

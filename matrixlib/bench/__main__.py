@@ -1,8 +1,5 @@
 """Benchmark this machine: execute bench.ipynb, or probe.ipynb, and print its outputs.
 
-    python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail]
-    python -m matrixlib.bench --hardware
-
 The notebook is kept in `reports/bench/`, with a record for each machine.
 """
 

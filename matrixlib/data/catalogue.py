@@ -92,8 +92,7 @@ def _digest(columns: Sequence[Any]) -> str:
 
 
 class Catalogue:
-    """The shards of one folder, as of its opening plus changes by this object. messages: what was repaired; warn: also
-    as warnings."""
+    """The shards of one folder, as opened plus own changes. messages: what was repaired; warn: also as warnings."""
 
     def __init__(self, folder: Path | str, warn: bool = True) -> None:
         self.folder, self._warn = Path(folder), warn
@@ -146,7 +145,6 @@ class Catalogue:
         ]
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Exclude a shard, with a reason."""
         row = _quarantined(self._named(name), reason)
         if self.writable:
             write_text(reason_file(row.path), reason)  # replaces links instead of following them
@@ -174,7 +172,6 @@ class Catalogue:
                 db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
-        """Store quality figures of a shard (JSON data)."""
         self._put([replace(self._named(name), quality=quality)])
 
     def hash(self) -> str:
@@ -321,8 +318,7 @@ class Catalogue:
 
 
 class JoinedCatalogue(Catalogue):
-    """Several catalogues by name as one, to be read. The source of a row is the name of its data set, which also begins
-    its own. CatalogueError for a remote one."""
+    """Several catalogues as one, to be read; a row's source is its data set's name. CatalogueError for a remote one."""
 
     def __init__(self, parts: Mapping[str, Catalogue]) -> None:
         if remote := [name for name, part in parts.items() if part.remote]:

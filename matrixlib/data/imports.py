@@ -47,8 +47,7 @@ class ImportStopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive entries of a file: number of the part, number of its first entry (both from 0), bytes. name: set by
-    imports."""
+    """Consecutive entries of a file. number: of the part, first: of its first entry, from 0. name: set by imports."""
 
     number: int
     first: int
@@ -155,7 +154,6 @@ class ImportLog:
     shards: dict[str, str] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """As JSON data."""
         return vars(self) | {"refused": [vars(entry) for entry in self.refused]}
 
 
@@ -235,8 +233,7 @@ def import_each(
     progress: bool = True,
     limit: int | None = None,
 ) -> ImportReport:
-    """Import files, or folders of files of one kind, each with its reader, into a folder of shards (created if needed);
-    finished work is skipped.
+    """Import files, or folders of one kind, each with its reader, into a folder of shards; finished work is skipped.
 
     workers: processes, default one a core, started after two seconds. limit: for each file, stop after the step that
     reaches this many rows; another call continues. Raises ValueError, ImportStopped.
@@ -355,8 +352,6 @@ class _Step:
 
 @dataclass(frozen=True)
 class _FileImport:
-    """The import of one file into one folder."""
-
     path: Path
     reader: Reader
     storage: Storage

@@ -3,8 +3,6 @@
 Its state is one integer, so resuming is free. Batches are cut from an endless stream of epochs, so all are full.
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle
@@ -18,24 +16,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
 import numpy as np
 import torch
 
+from matrixlib.data import order as ordering
 from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.order import (
-    PREPARE,
-    SAMPLE,
-    SEQUENTIAL,
-    Mixture,
-    Order,
-    RankSlice,
-    generator,
-    make_key,
-    merge_ranges,
-    permute,
-    places_of,
-)
+from matrixlib.data.order import Mixture, Order, RankSlice, generator, make_key, merge_ranges, permute, places_of
 from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars
 from matrixlib.data.remote import fetch_ahead
 from matrixlib.data.shards import BLOCK, Batch, Layout
@@ -96,8 +84,7 @@ class WorkerBatch:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Batches by number, as sent to workers. rows(i): (B,) row numbers of batch i over all ranks; stream(i): its
-    generator."""
+    """Batches by number, as sent to workers. rows(i): (B,) rows of batch i over all ranks; stream(i): its generator."""
 
     reader: Reader
     prepare: Prepare
@@ -234,10 +221,9 @@ class Loader:
         self.per_epoch = -(-self.count // batch_size)
 
     def unskipped_index(self, i: int) -> int:
-        """Number of batch i in the stream without skips, as ranges in `skip` count."""
         return unskipped(self._skip, i)
 
-    def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
+    def skipping(self, skip: Sequence[tuple[int, int]]) -> Self:
         """This loader with other skipped ranges; open files are shared."""
         other = copy.copy(self)
         other._skip = merge_ranges(skip)
@@ -246,7 +232,7 @@ class Loader:
     def _batches(self) -> BatchMaker:
         """The endless stream of shuffled epochs without skipped batches."""
         order, skip, size, count = self._order, self._skip, self.batch_size, self._reader.count
-        key = PREPARE, self._seed, self._phase
+        key = ordering.PREPARE, self._seed, self._phase
 
         def rows(i: int) -> np.ndarray:
             number = unskipped(skip, i)
@@ -268,14 +254,14 @@ class Loader:
         sources, counts = [row.source for row in self._reader.shards], np.diff(self._reader.start)
         return {name: np.repeat([own == name for own in sources], counts) for name in sorted(set(sources))}
 
-    def only(self, keep: np.ndarray) -> Loader:
+    def only(self, keep: np.ndarray) -> Self:
         """This loader restricted further to rows where `keep` (N,), of all rows, is True, for `sequential`."""
         other, rows = copy.copy(self), np.flatnonzero(keep)
         other._only = rows if self._only is None else np.intersect1d(rows, self._only)
         other.count = len(other._only)
         return other
 
-    def prepared_by(self, prepare: Prepare) -> Loader:
+    def prepared_by(self, prepare: Prepare) -> Self:
         """This loader with another `prepare`, such as one that augments nothing."""
         other = copy.copy(self)
         other._prepare = prepare
@@ -301,13 +287,13 @@ class Loader:
         kept = np.arange(self.count) if self._only is None else self._only
         seed, ranks = self._seed, self._ranks
         if 0 < sample < len(kept):
-            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(SAMPLE, seed)))]
+            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(ordering.SAMPLE, seed)))]
 
         def rows(i: int) -> np.ndarray:
             return kept[i * batch_size : (i + 1) * batch_size]
 
         def stream(i: int) -> np.random.Generator:
-            return generator(SEQUENTIAL, seed, i)
+            return generator(ordering.SEQUENTIAL, seed, i)
 
         source = BatchMaker(self._reader, self._prepare, ranks, rows, stream)
         whole, rest = divmod(len(kept), batch_size)
@@ -316,11 +302,9 @@ class Loader:
         return BatchSequence(length, lambda: self._iterate(source, range(length), workers))
 
     def rows_in(self, name: str, block: int) -> int:
-        """Rows in use of a shard's block (`WHOLE`: of the shard)."""
         return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the last batch: seconds to `prepare` it, and batches `ready` in the queue; {} without workers."""
         return self._stats
 
     def try_workers(self) -> str:

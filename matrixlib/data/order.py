@@ -142,8 +142,7 @@ def places_of(weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A weighted mixture of sources. parts: their orders, with consecutive rows. places: places of PERIOD for each,
-    spread evenly."""
+    """A weighted mixture of sources. parts: their orders, with consecutive rows. places: of PERIOD, spread evenly."""
 
     parts: tuple[Order, ...]
     places: tuple[int, ...]

@@ -338,8 +338,7 @@ def _map_member(archive: zipfile.ZipFile, file: np.ndarray, name: str, dtype: np
 
 
 class Shard:
-    """A memory-mapped shard; each block is verified on first use. bytes: its size. ShardError if missing, truncated,
-    foreign, or of another task or version."""
+    """A memory-mapped shard; blocks are verified on first use. ShardError if missing, damaged, or of another layout."""
 
     def __init__(self, path: Path | str, layout: Layout) -> None:
         self.path, self.layout = Path(path), layout

@@ -33,7 +33,6 @@ class Average:
         self.statistics: Mapping[str, Tensor] = {}
 
     def update(self) -> None:
-        """Add the model's current weights to the average."""
         self.averages, self.statistics = self.averages + 1, {}
 
     def after(self, steps: int, update: int, moved: bool) -> None:
@@ -92,9 +91,8 @@ class EMA(Average):
 
 
 class SWA(Average):
-    """Stochastic weight averaging: the mean of the weights at every `interval`-th update within the last `share` of the
-    run, the last update included (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407). Before that, the raw
-    weights."""
+    """Stochastic weight averaging: the mean of the weights at every `interval`-th update of the last `share` of the
+    run, its last included (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407); before, the raw weights."""
 
     def __init__(self, model: nn.Module, share: float, interval: int) -> None:
         super().__init__(model)
@@ -153,8 +151,7 @@ def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimCon
 
 
 class EvalWeights:
-    """Swaps the evaluation weights of a `Step` in and out. source (of every method): training batches of the current
-    phase, for BatchNorm statistics."""
+    """Swaps a `Step`'s evaluation weights in and out. source: the phase's batches, for BatchNorm statistics."""
 
     def __init__(self, step: Any) -> None:
         self._step, self._model = step, unwrap(step.model)
@@ -162,8 +159,7 @@ class EvalWeights:
 
     @contextmanager
     def applied(self, source: Source) -> Iterator[None]:
-        """Context in which the step's model holds the evaluation weights, equal on every rank; the exact raw weights
-        are restored after it."""
+        """Context in which the step's model holds the evaluation weights, on every rank; then the raw ones again."""
         average, raw = self._step.ema, dict[str, Tensor]()
         self.renew(source)
         try:
@@ -179,8 +175,7 @@ class EvalWeights:
                 load_tensors(self._model, raw)
 
     def network(self, source: Source) -> nn.Module | None:
-        """A frozen copy of the model with the evaluation weights in eval mode. Collective: rank 0 gets it, others
-        None."""
+        """A frozen copy of the model with the evaluation weights in eval mode on rank 0, None on others. Collective."""
         self.renew(source)
         average, step = self._step.ema, self._step
         tensors = average.state_dict() if average is not None else {}

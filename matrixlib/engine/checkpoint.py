@@ -4,8 +4,7 @@
 `<group>.safetensors.zst` if compressed, and `state.json`: metadata, whether it was the best, SHA-256 and size of each
 tensor file, the caller's state and, as the last key, the SHA-256 of all text before it. No pickle.
 
-Written as `step_00000500.tmp`: files fsynced, folder renamed, parent fsynced. A best checkpoint that a rollback
-discarded is renamed `best_00000500`.
+Written as `step_00000500.tmp`, fsynced, renamed. A best one that a rollback discards is renamed `best_00000500`.
 """
 
 import functools
@@ -88,8 +87,7 @@ def host_copies(tensors: TensorsLike) -> Tensors:
 def write(
     folder: Path, step: int, tensors: Tensors, state: Any, mark: Mapping[str, Any] | None = None, compress: int = 0
 ) -> None:
-    """Write a checkpoint into the empty `folder`, durable on return. tensors: from `host_copies`. mark: of a best
-    checkpoint."""
+    """Write a checkpoint into the empty `folder`, durable on return. tensors: of `host_copies`. mark: of a best one."""
     groups = {group: _write_group(folder, group, members, compress) for group, members in tensors.items()}
     data = {"schema": SCHEMA, "step": step, "time": utc_now(), "versions": _versions(), "best": mark}
     write_bytes(folder / "state.json", _seal(data | {"groups": groups, "state": state}))
@@ -206,14 +204,12 @@ class CheckpointSchedule:
         return late
 
     def done(self, step: int) -> None:
-        """Record the checkpoint of update `step`."""
         self.step, self._at = step, time.monotonic()
 
 
 class Checkpoints:
     """The checkpoints of one run: the newest `keep` (at least 2), the newest `best` best ones, and every `every`-th
-    update (0 = none). compress: zstd level, 0 = off. One process may save at a time (the run's lock ensures it); call
-    `join` after the last save."""
+    update (0 = none). compress: zstd level, 0 = off. One process saves at a time; call `join` after the last save."""
 
     def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
         self.folder, self.compress = Path(folder), compress
@@ -305,8 +301,7 @@ class Checkpoints:
         return None
 
     def pick(self, name: str = "newest") -> Checkpoint:
-        """`newest`, `best` (or the newest if none is marked), or a folder name such as `step_00000500`. CheckpointError
-        if absent or corrupt."""
+        """`newest`, `best` (else the newest), or a name (`step_00000500`). CheckpointError if absent or corrupt."""
         if name == "best" and (best := self.best) is not None:
             return read(best.path)
         if name in ("best", "newest"):

@@ -21,9 +21,7 @@ VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term
 class CurriculumConfig(Section):
     """The engine's part of a curriculum; a task adds a `StagesConfig` for each dimension."""
 
-    kind: Literal["fractions", "adaptive"] = option(
-        "fractions", "stages end at shares of the updates, or when `metric` is good enough"
-    )
+    kind: Literal["fractions", "adaptive"] = option("fractions", "stages end by share of the updates or by `metric`")
     metric: str = option("", "metric of `adaptive`: " + VALIDATED)
     up: Real = option(0.4, "`adaptive`: next phase when the metric is at least this (a loss: at most), ...")
     patience: Count = option(2, "... in this many validations in a row")
@@ -72,8 +70,7 @@ class SourceStages(StagesConfig):
     enabled: bool = option(False, "false = the last stage from the start")
     stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = option(
         ({},),
-        "weight of each source of the data in a stage, any positive numbers; "
-        "{} = all sources, each by its number of positions",
+        "weights of the sources of the data in a stage, any positive numbers; {} = all by their number of positions",
     )
 
 
@@ -134,8 +131,7 @@ class Curriculum:
     def record(self, values: Mapping[str, float]) -> None:
         """Record losses and metrics of a validation on the current phase; only `adaptive` uses them.
 
-        A phase that was left as too hard needs twice as many good validations to be re-entered, so that phases never
-        alternate. ValueError for an unknown metric.
+        Re-entering a phase that was too hard takes twice as many good validations. ValueError for an unknown metric.
         """
         if self.config.kind != "adaptive":
             return
@@ -164,7 +160,6 @@ class Curriculum:
         return [(start, stop, self.phases[number]) for (start, number), stop in zip(self.history, stops, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """State without the configuration, for a checkpoint."""
         state = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
         return {"phases": list(map(str, self.phases)), **state}
 

@@ -130,8 +130,7 @@ def gradient_report(model: nn.Module) -> GradientReport:
 def compare_with_chance(
     task: Task, batch: Batch, stats: Stats, tolerance: float
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """First losses with chance level and floor, by term; and warnings for those off by more than the share
-    `tolerance`."""
+    """First losses with chance level and floor, by term; warnings for those off by more than the share `tolerance`."""
     bounds, counts = task.bounds(batch), task.counts(batch)  # stats counts items of all ranks
     table: dict[str, dict[str, float]] = {}
     messages: list[str] = []
@@ -178,8 +177,7 @@ def _statistics(value: Tensor) -> Tensor:
 
 @contextmanager
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Call enter(name, module, args, kwargs) and leave(name, module, args, output) around every module, also on
-    errors."""
+    """Call enter(name, module, args, kwargs) and leave(name, module, args, output) around modules, on errors too."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)

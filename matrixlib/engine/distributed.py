@@ -5,8 +5,6 @@ holds a part of every weight, gradient and optimizer state as DTensors; the rest
 `local_part`, `sharded_like` and `unsharded`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import math
@@ -123,8 +121,7 @@ class Ranks:
             ) from error
 
     def _missing(self, timed_out: bool) -> str:
-        """The first lost rank, as found by any rank: its process ended or, if `timed_out`, it is absent while all
-        others arrived."""
+        """The first lost rank, found by any rank: its process ended or, if `timed_out`, all others have arrived."""
         if self.store is None:
             return ""
         self.store.set(f"waiting/{self.rank}", "1")
@@ -142,8 +139,7 @@ class Ranks:
 
 
 def join(timeout: float) -> Ranks:
-    """This process's rank under torchrun, else a single rank. A rank uses the host's GPU of its local number, if
-    any."""
+    """This process's rank under torchrun, else a single rank. A rank uses the GPU of its local number, if any."""
     if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
     if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -275,8 +271,7 @@ class Reducer:
 
     Without sharding: one all-reduce after the last pass, once all ranks agree on the outcome (one may run out of memory
     or skip a parameter, where DistributedDataParallel would hang). With `runtime.shard`: the modules of the network's
-    `parts()` are gathered when used, in bf16 under bf16 unless they have a BatchNorm, and gradients are reduced in
-    fp32.
+    `parts()` are gathered when used, in bf16 under bf16 but for a BatchNorm's, and gradients reduced in fp32.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, config: Config, runtime: Runtime) -> None:

@@ -124,8 +124,7 @@ class Health(State):
         return sum(self.clips) / len(self.clips) if self.clips else 0.0
 
     def target(self, checkpoints: Sequence[int]) -> int | None:
-        """Checkpoint to roll back to: the newest before the streak, an older one the second time; None if there is
-        none."""
+        """Checkpoint to roll back to: the newest before the streak, an older one the second time; or None."""
         good = sorted(step for step in checkpoints if step <= self.onset)
         if len(good) > 1 and good[-1] == self.cut_at:
             good.pop()

@@ -17,8 +17,7 @@ FILE = "heartbeat.json"
 
 
 class Heartbeat(BaseModel, extra="allow"):
-    """heartbeat.json in a run's folder: proof of progress. interval: seconds between heartbeats; extra fields: memory
-    (MiB) and utilisation."""
+    """heartbeat.json of a run. interval: seconds between heartbeats; extra fields: memory (MiB) and utilisation."""
 
     time: AwareDatetime
     host: str

@@ -68,7 +68,6 @@ def out_of_memory(error: BaseException, device: torch.device | None = None) -> b
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
     return (str(error) or repr(error)).splitlines()[0]
 
 
@@ -110,7 +109,6 @@ class OomBackoff:
             yield result
 
     def take(self) -> list[Message]:
-        """Messages since the last call."""
         messages, self._messages = self._messages, []
         return messages
 

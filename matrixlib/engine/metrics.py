@@ -74,10 +74,8 @@ def not_finite(row: Mapping[str, Any]) -> bool:
 
 
 class MetricsLog:
-    """Append-only log of one run. Lines are flushed; a torn last line is truncated on open.
-
-    recent: the latest rows, written or not.
-    """
+    """Append-only log of one run. Lines are flushed; a torn last line is truncated on open. recent: the latest rows,
+    written or not."""
 
     def __init__(self, path: Path, every: int = 1, writes: bool = True) -> None:
         """every: log every k-th update, see `interval`. writes: False on ranks other than 0."""
@@ -112,7 +110,6 @@ class MetricsLog:
             raise
 
     def sync(self) -> None:
-        """fsync."""
         os.fsync(self._file.fileno())
 
     def truncate_to(self, step: int) -> int:
@@ -133,7 +130,6 @@ class MetricsLog:
             self.sync()
 
     def close(self) -> None:
-        """Close the file; writing afterwards is an error."""
         self._file.close()
 
 

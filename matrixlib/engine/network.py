@@ -59,12 +59,10 @@ class Network:
 
     @property
     def training(self) -> bool:
-        """Whether any module is in training mode."""
         return any(module.training for module in self._modules)
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
 
     def with_threads(self, threads: int) -> Self:

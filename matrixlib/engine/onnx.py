@@ -54,7 +54,6 @@ class OnnxFile:
 
 
 def installed() -> bool:
-    """Whether all packages of the extra are installed."""
     return all(map(importlib.util.find_spec, PACKAGES))
 
 
@@ -134,7 +133,6 @@ def _draft(path: Path | str) -> Iterator[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings and prints of the exporters."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -39,8 +39,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze these parts of a network in training mode, with the statistics of their norms. ValueError for an unknown
-    part."""
+    """Freeze these parts of a network in training mode, with norms' statistics. ValueError for an unknown part."""
     for name in names:
         try:
             unwrap(model).get_submodule(name).requires_grad_(False).eval()
@@ -83,8 +82,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) 
     """Optimizer groups, decayed and not decayed, without frozen parameters and `SGDParameters`.
 
     Decayed: parameters with two or more dimensions of a `DECAYED` module, not shared with another kind. muon: each
-    group also has `orthogonal`: decayed and not in the network's `edges()` (first and last layers). ValueError for a
-    network without that method.
+    group also has `orthogonal`: decayed and not in the network's `edges()` (first, last layers). ValueError without it.
     """
     network: Any = unwrap(model)
     if muon and not hasattr(network, "edges"):
@@ -116,11 +114,9 @@ def optimiser(
     device: torch.device,
     own: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The configured optimizer over `model`, already on `device`, or the result of `own(groups)`; the step sets
-    learning rates.
+    """The configured optimizer over `model`, already on `device`, or `own(groups)`; the step sets learning rates.
 
-    8-bit AdamW without its library becomes AdamW with a warning. ValueError if nothing is trainable, or another
-    optimizer's library is missing.
+    8-bit AdamW without its library becomes AdamW. ValueError if nothing is trainable, or another library is missing.
     """
     groups = parameter_groups(model, config.weight_decay, config.optimiser in ("muon", "normuon"))
     if not groups:
@@ -266,9 +262,8 @@ def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: i
 class Muon(torch.optim.AdamW):
     """Muon for groups with `orthogonal: True`, AdamW for the others, with one learning rate.
 
-    A kernel (O, I, h, w) is a matrix (O, I * h * w); matrices of equal shape are orthogonalised in one batch (torch's
-    Muon takes single matrices). Updates have the RMS of AdamW's. momentum: of the matrices, Nesterov. even_rows:
-    NorMuon's neuron-wise normalisation.
+    A kernel (O, I, h, w) is a matrix (O, I * h * w); those of equal shape are orthogonalised in one batch (torch's
+    takes single ones). Updates have AdamW's RMS. momentum: Nesterov. even_rows: NorMuon's neuron-wise normalisation.
     """
 
     def __init__(
@@ -329,8 +324,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """(N, R, C) to approximately the nearest matrices with orthogonal rows (R <= C) or columns: singular values between
-    0.7 and 1.2, tiny ones less."""
+    """(N, R, C) to about the nearest matrices with orthogonal rows or columns: singular values mostly in 0.7..1.2."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if tall else matrices).float()
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)

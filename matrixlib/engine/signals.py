@@ -40,7 +40,6 @@ class Signals:
         _raise(told["terminated"], told["interrupts"])
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
         if number == signal.SIGINT:
             self.interrupts += 1
             if self.interrupts > 1:

@@ -60,8 +60,6 @@ class Message(str):
 
 
 class Action(StrEnum):
-    """What is done with an update."""
-
     OK = "ok"
     SKIP = "skip"
     ROLLBACK = "rollback"
@@ -181,7 +179,6 @@ class RateLimiter(State):
     again: dict[str, int] = field(default_factory=dict)
 
     def filter(self, step: int, messages: Iterable[Message]) -> list[Message]:
-        """The messages of an update to show."""
         passed = []
         for message in messages:
             kind = f"{message.event}:{message.subject}"

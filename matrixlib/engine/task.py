@@ -95,8 +95,7 @@ class Source(Protocol):
         """The same stream without these unskipped ranges (start, stop)."""
 
     def prefetch_stats(self) -> dict[str, float]:
-        """Of the last batch: worker seconds to `prepare` it, number of batches `ready` in the queue; {} without
-        workers."""
+        """Of the last batch: worker seconds to `prepare` it, batches `ready` in the queue; {} without workers."""
 
 
 class Data(Protocol):

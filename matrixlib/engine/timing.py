@@ -30,8 +30,7 @@ STARVED_UPDATES, FIRST_UPDATES = 100, 20
 
 
 class Throughput:
-    """Throughput in rows/s over recent updates, data wait included; warns when training waits for data for more than
-    the share `most` of the time."""
+    """Rows/s over recent updates, data wait included; warns when the wait takes more than the share `most`."""
 
     def __init__(self, workers: int, prefetch: int, most: float = 0.2) -> None:
         self._workers, self._prefetch, self._most, self._count = workers, prefetch, most, 0

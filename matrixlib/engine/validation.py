@@ -111,7 +111,6 @@ class HeldOut:
         self.passes = OomBackoff()
 
     def batches(self, kind: str) -> Iterable[Batch]:
-        """Batches of the "sample" or the "full" set."""
         if kind == "full":
             return self._data.held_out(kind)
         if self._sample is None:
@@ -177,7 +176,6 @@ class ValidationSchedule(State):
         self.due_at = self.due_at or (FIRST_AUTO if interval == "auto" else interval)
 
     def updated(self, seconds: float) -> None:
-        """Record the time of an update."""
         if self.config.interval == "auto":  # other modes keep no clock in their state
             self.updating += seconds
 

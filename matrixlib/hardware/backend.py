@@ -1,5 +1,4 @@
-"""What a device can do: memory, events, random state, synchronisation, pinning. The only module that distinguishes
-kinds.
+"""What a device can do: memory, events, random state, synchronisation, pinning. No other module tells kinds apart.
 
 An accelerator whose torch module is like `torch.cuda` (as `torch.xpu`) only needs an entry in `DISCRETE`; what it lacks
 is noted in the function concerned. torch is imported inside functions.
@@ -44,7 +43,6 @@ def device_count() -> int:
 
 
 def set_device(index: int) -> None:
-    """Default GPU of this process."""
     import torch
 
     torch.cuda.set_device(index)
@@ -105,8 +103,7 @@ def limit_memory(device: torch.device, fraction: float) -> None:
 
 
 def utilisation(device: torch.device) -> dict[str, float]:
-    """`busy`: share of the last second that the GPU computed, by its driver; {} if unknown: not CUDA, without
-    nvidia-ml-py, or on a MIG slice."""
+    """`busy`: share of the last second that the GPU computed; {} without CUDA or nvidia-ml-py, or on a MIG slice."""
     if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         return {}
     try:
@@ -135,8 +132,7 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 
 def replays_rng(device: torch.device) -> bool:
-    """Whether activation checkpointing restores the device's random stream: silently not on MPS (pytorch issue
-    127676)."""
+    """Whether activation checkpointing restores the random stream: silently not on MPS (pytorch issue 127676)."""
     return device.type != "mps"
 
 

@@ -1,7 +1,6 @@
 """This machine: facts for the policy in runtime.py, a description for people.
 
-Facts are read, not guessed from model names, and describe what this process may use. torch is imported inside
-functions.
+Facts are read, not guessed from model names, for what this process may use. torch is imported inside functions.
 """
 
 import os
@@ -45,8 +44,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor, as reported by the operating system."""
-
     vendor: str = ""
     family: int = 0
     name: str = ""
@@ -79,8 +76,7 @@ class DeviceFacts:
 def facts(ranks: int = 1) -> DeviceFacts:
     """Read this machine; nothing is timed (`bf16_gain` is None).
 
-    ranks: processes that this one will start, which share the cores as under torchrun. ValueError for an invalid number
-    of threads or ranks in the environment.
+    ranks: processes that this one will start, sharing the cores. ValueError for invalid numbers in the environment.
     """
     import torch
 
@@ -153,7 +149,6 @@ def processor(cpuinfo: str | None = None) -> Processor:
 
 
 def usable_processors() -> list[int]:
-    """Logical processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     return sorted(affinity(0))
 

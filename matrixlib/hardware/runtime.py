@@ -64,7 +64,6 @@ class Runtime:
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch.device."""
         import torch
 
         return torch.device(self.device)
@@ -87,8 +86,7 @@ class Runtime:
     def apply(self) -> None:
         """Set torch's threads and TF32; the only place that does.
 
-        TF32 uses torch's older interface only: after mixing with `fp32_precision`, reads (also by torch.compile) raise
-        RuntimeError.
+        TF32 by torch's older interface: mixed with `fp32_precision`, reads (torch.compile's, too) raise RuntimeError.
         """
         import torch
 
@@ -125,8 +123,7 @@ class Runtime:
 class Serving:
     """How a trained network is evaluated.
 
-    sizes: batch sizes, ascending; larger batches are split. fill: pad batches to the next size. compile: torch.compile
-    for policy and value.
+    sizes: batch sizes, ascending; larger batches are split. fill: pad to the next size. compile: policy and value.
     """
 
     sizes: tuple[int, ...]
@@ -144,8 +141,7 @@ def serving(device: str, compile: bool | str = "auto") -> Serving:
 
 
 def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks: int = 1) -> Runtime:
-    """Decide for this machine. $MATRIXLIB_DEVICE replaces `device: auto` only. ranks: processes that this one will
-    start on this machine.
+    """Decide for this machine. $MATRIXLIB_DEVICE replaces `device: auto`. ranks: processes that this one will start.
 
     Times bf16 for a third of a second on CPUs and MPS that support it if precision is `auto`. ValueError if a device or
     dtype that `runtime` names cannot work here.
@@ -182,8 +178,7 @@ def check_environment() -> None:
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:
     """The runtime of a run to resume. ValueError if its device is missing.
 
-    If the number of processes on the machine changed, threads and workers that the user did not set are chosen again.
-    ranks: processes that this one will start.
+    Threads and workers that the user did not set are chosen again for another number of processes (`ranks`).
     """
     runtime, facts = Runtime.from_dict(stored), facts or machine.facts(ranks)
     try:
@@ -242,10 +237,8 @@ def words(value: Any) -> Any:
 
 
 def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
-    """What `auto` means: threads, workers, prefetch, micro_batch -> (value, why).
-
-    Not `batch_size`: it changes what is learned.
-    """
+    """What `auto` means: threads, workers, prefetch, micro_batch -> (value, why). Not `batch_size`: it changes what is
+    learned."""
     threads = f"cores that this process may use: {facts.cores}"
     if facts.threads < facts.cores:
         threads += f", limited by OMP_NUM_THREADS={facts.thread_limit}"

@@ -33,8 +33,7 @@ def seconds_of(work: Callable[[], object], device: str = "cpu", calls: int = 1) 
 def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Median seconds of a call by name, after warm-up (at least one call, at most `WARM_CALLS` in a tenth of the time).
 
-    Calls alternate for `seconds` in total, at least `MIN_CALLS` each, so that changes in the machine's speed affect all
-    alike.
+    Calls alternate for `seconds` in total, at least `MIN_CALLS` each, so that the machine's changes affect all alike.
     """
     times: dict[str, list[float]] = {}
     for least, most, share in ((1, WARM_CALLS, 0.1), (MIN_CALLS, MAX_CALLS, 1.0)):
@@ -68,8 +67,7 @@ def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
 def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
     """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: the peak of MFU.
 
-    Best of about `seconds` (at least two products) of the largest matrices whose product takes at most a quarter of it.
-    fp32 follows torch's TF32 setting.
+    Best of about `seconds` (two products or more) of matrices that take up to a quarter of it; fp32 as TF32 is set.
     """
     import torch
 

@@ -27,8 +27,7 @@ OVERHEAD = 1.1  # time of an update in a run / timed alone: averages, metrics, v
 
 
 def checked_runtime(data: RunData, requested: Config) -> RunData:
-    """Data of a new run with a runtime whose updates were checked; trials are recorded in its reasons. Nothing is tried
-    in fp32 on the CPU.
+    """Data of a new run with a checked runtime; trials are recorded in its reasons. fp32 on the CPU needs none.
 
     RunError if a device or dtype that the user named computes wrong updates.
     """
@@ -52,8 +51,7 @@ def checked_runtime(data: RunData, requested: Config) -> RunData:
 def working_runtime(
     runtime: runtimes.Runtime, task: Task, batch: Callable[[], Batch], config: Config, requested: Config
 ) -> tuple[runtimes.Runtime, int, list[str]]:
-    """(runtime whose update matches the CPU's, rows of its largest linear layer's input per row (0 if not tried),
-    messages).
+    """(runtime whose update matches the CPU's, largest number of linear-layer rows per row (0 if not tried), messages).
 
     Otherwise fp32 replaces another dtype, and the CPU another device, unless the user named them: RunError. requested:
     the configuration as given.
@@ -111,8 +109,7 @@ def fit_steps(data: RunData) -> int:
 
 
 def measure_peak(folder: Path, runtime: runtimes.Runtime, flops: float | None) -> float | None:
-    """Rows/s at the device's full matrix rate, measured when a run starts and kept in run.json. flops: of a row; None
-    without."""
+    """Rows/s at the device's full matrix rate, measured as a run starts, kept in run.json. flops: of a row, or None."""
     if not flops:
         return None
     record = read_json(folder / "run.json")

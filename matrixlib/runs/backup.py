@@ -36,8 +36,7 @@ class BackupError(ValueError):
 
 
 class Backup:
-    """The copy of one run's folder in `place`/<run>, kept up to date by a thread. Use `begin`, then `look` after each
-    update, then `end`."""
+    """The copy of a run's folder in `place`/<run>, by a thread: `begin`, `look` after each update, then `end`."""
 
     def __init__(self, place: str, folder: Path) -> None:
         self.folder, self._there = folder, _Place(f"{place.rstrip('/')}/{folder.name}")

@@ -50,7 +50,6 @@ def checkpoints(run: str) -> list[str]:
 
 
 def task_of(run: str, device: str = "auto") -> str:
-    """Name of the run's task, or a custom import path."""
     return str(_config(run, device).task) if is_file(run) else read_run(_folder(run)).task
 
 
@@ -75,8 +74,7 @@ def _loaded(run: str, checkpoint: str, device: str, there: tuple[str, ...]) -> N
 
 @lru_cache(NETWORKS)
 def viewer(run: str, file: str, count: int, device: str) -> Any:
-    """`count` held-out rows of the run's data set, or the contents of `file` unless empty; None if the task has no
-    viewer."""
+    """`count` held-out rows of the run's data set, or the contents of `file`, if any; None without a viewer."""
     task = task_of(run, device)
     if ":" in task:  # custom code, not imported here
         return None
@@ -86,8 +84,7 @@ def viewer(run: str, file: str, count: int, device: str) -> Any:
 def below_menus(
     draw: Callable[..., Any], menus: Mapping[str, Sequence[str]], first: Mapping[str, Any], positions: int = 0
 ) -> Any:
-    """draw(**first); in JupyterLab below a menu for each name, and a spinner for `positions`, which redraw in place.
-    The checkpoint menu follows the run menu."""
+    """draw(**first); in JupyterLab below menus and a spinner for `positions`, redrawn. Checkpoints follow the run."""
     if not progress.interactive():
         return draw(**first)
     import ipywidgets as widgets

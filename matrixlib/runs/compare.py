@@ -36,8 +36,7 @@ LOSS = "validation loss"
 class RunResult:
     """A run as stored in its folder.
 
-    record: run.json. options: dotted key -> value, `auto` resolved. rows: of metrics.jsonl. summary: {} unless it ended
-    well.
+    record: run.json. options: dotted key -> value, `auto` resolved. rows: of metrics.jsonl. summary: {} before the end.
     """
 
     folder: Path

@@ -69,7 +69,6 @@ class RunData:
         return whole
 
     def batches(self, phase: Phase | None = None) -> tuple[Task, Loader]:
-        """Task and training loader of a phase; None: of all data."""
         if phase is None:
             return self.task, self.training
         stage = self.spec.stage(self.task, phase)
@@ -90,7 +89,6 @@ class RunData:
             self._open()
 
     def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Tensors]:
-        """Host batches of held-out rows, the fixed "sample" (of a phase) or the "full" set."""
         loader = self.validation
         if phase is not None:
             stage = self.spec.stage(self.task, phase)
@@ -100,7 +98,6 @@ class RunData:
         return batches if teacher is None else replace(batches, make=lambda: map(teacher, batches))
 
     def batch(self, i: int) -> Tensors:
-        """Training batch i on the host."""
         import torch
 
         batch = {name: torch.from_numpy(array) for name, array in self.training.batch(i).items()}

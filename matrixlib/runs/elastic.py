@@ -33,8 +33,7 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
     """Start the ranks of the run in `folder` and yield its updates; on return all have ended. request: arguments of
     `runs.ranks.train`. say: called with messages.
 
-    Ctrl-C, SIGTERM and leaving the loop are forwarded to the ranks, which save and end. RunError says which rank
-    failed, and why.
+    Ctrl-C, SIGTERM and leaving the loop reach the ranks, which save and end. RunError: which rank failed, and why.
     """
     known, log = (utc_now(), 0), folder / "ranks.log"
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} --shutdown-timeout={SAVE_SECONDS}"

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matrixlib.hardware.runtime import Runtime
     from matrixlib.runs.data import RunData
 
-
 UNDRAWN = frozenset({"sweep", "faults"})  # kinds of run whose curves and pages are only made on demand, by runs.report
 CURVE_POINTS = 40  # of the loss curve in summary.json, drawn by the index
 

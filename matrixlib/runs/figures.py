@@ -90,7 +90,6 @@ class Chart:
 
     @property
     def held_out(self) -> bool:
-        """Whether it has validation points."""
         return any(curve.kind == "held-out" for curve in self.curves)
 
 
@@ -104,7 +103,6 @@ class Mark:
 
     @property
     def bad(self) -> bool:
-        """Whether it needs attention."""
         return self.event in DECISIONS or self.event == "slow"
 
 
@@ -130,8 +128,7 @@ def tabulated(values: Iterable[Mapping[str, float]]) -> DataFrame:
 
 
 def charts(table: DataFrame) -> list[Chart]:
-    """Charts of a `frame`: total loss, each term, SSL terms together, `PLOTS`, the user's numbers. Long curves are
-    thinned to local means."""
+    """Charts of a `frame`: total loss, terms, SSL terms, `PLOTS`, the user's numbers. Long curves are thinned."""
     if len(table) > MAX_POINTS:
         part = np.arange(len(table)) * MAX_POINTS // len(table)
         table = table.reset_index().groupby(part).mean().set_index("step")

@@ -27,7 +27,6 @@ SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the notebook; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.runs.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="quick", help="a file in params/ (default: quick)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -23,9 +23,8 @@ class LivePlot(AbstractContextManager["LivePlot"]):
     (`figures.marks`), and the user's own curves.
 
     In JupyterLab curves update at most every half second: drag to zoom, double-click to reset, click a name to hide its
-    curve, hover over a mark for its text. A picture replaces the panel at the end. Headless (papermill, nbval,
-    nbconvert, a terminal) it prints a line every few seconds, and shows the picture in a notebook. MATRIXLIB_LIVE=0 or
-    1 overrides; 0 also prints no lines.
+    curve, hover over a mark for its text. A picture replaces the panel at the end. Headless it prints a line every few
+    seconds, and shows the picture in a notebook. MATRIXLIB_LIVE=0 or 1 overrides; 0 also prints no lines.
 
     Use as a context manager: after an exception the picture shows what came before. `history`: rows of metrics.jsonl
     (`metrics.read`), to continue the curves of a resumed run.
@@ -52,10 +51,8 @@ class LivePlot(AbstractContextManager["LivePlot"]):
             self._handle = display(self._panel, display_id=True)
 
     def update(self, stats: Stats, **own: float) -> None:
-        """Add one update's stats and the user's own numbers; cheap unless a redraw is due.
-
-        Use `run.log` to store own numbers in metrics.jsonl too.
-        """
+        """Add one update's stats and the user's own numbers; cheap unless a redraw is due. Use `run.log` to store own
+        numbers in metrics.jsonl too."""
         row = stats.row() | ({"extra": own} if own else {})
         self._step, self.total, self._epoch = stats.step, row.get("steps", self.total), stats.epoch
         if stats.messages or not self._step % metrics.interval(self.total):  # as in the log of a long run

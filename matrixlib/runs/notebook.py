@@ -45,8 +45,7 @@ def check_parameters(**bounds: Any) -> None:
 
     papermill only warns about undeclared names and guesses types. Types are the annotations (`seed: int = 0`); an int
     may stand for a float. bounds: name -> type of `config`, such as `games=Count`; open_run checks `seed` and `steps`.
-    ParameterError, one line, names each unknown parameter with the nearest known one, each wrong type, and each value
-    out of bounds.
+    ParameterError, one line, names each unknown parameter, wrong type, and value out of bounds.
     """
     shell = get_ipython()
     if shell is None:
@@ -123,10 +122,8 @@ class Verdict:
         return bool(passed)
 
     def show(self, details: bool = True) -> None:
-        """Print and store the table; VerdictFailed names failed checks, or says that there are none.
-
-        details: False hides what may depend on the machine.
-        """
+        """Print and store the table; VerdictFailed names failed checks, or says that there are none. details: False
+        hides what may depend on the machine."""
         width = max((len(check["name"]) for check in self.checks), default=0)
         for check in self.checks:
             note = f"{'':{width - len(check['name'])}}  {check['detail']}" if details and check["detail"] else ""

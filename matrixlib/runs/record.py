@@ -24,21 +24,10 @@ from matrixlib.tasks import changed, load_config, parse_config
 
 ORPHAN_SECONDS = 3.0  # ipykernel checks for its parent once a second
 MAY_CHANGE = (  # options that may change on resume; sections end with a dot
-    "train.steps",
-    "train.minutes",
-    "train.heartbeat_seconds",
-    "train.tensorboard",
-    "train.micro_batch",
-    "data.cache",
-    "data.timeout",
-    "data.max_lost",
-    "validation.",
-    "checkpoint.",
-    "health.",
-    "memory.",
-    "runtime.compile",
-    "runtime.rank_timeout",
-    "runtime.shard",
+    *("train.steps", "train.minutes", "train.heartbeat_seconds", "train.tensorboard", "train.micro_batch"),
+    *("data.cache", "data.timeout", "data.max_lost"),
+    *("validation.", "checkpoint.", "health.", "memory."),
+    *("runtime.compile", "runtime.rank_timeout", "runtime.shard"),
     "teacher.network",  # its path: identity is checked by SHA-256
 )
 SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")  # `auto`: as settled when the run began
@@ -109,8 +98,7 @@ def newest_unfinished() -> RunFolder:
 
 
 def locked(folder: Path) -> bool:
-    """Whether another process writes the run, or it is not writable; a killed notebook's kernel needs a second to
-    end."""
+    """Whether another process writes the run, or nobody can; a killed notebook's kernel needs a second to end."""
     lock = FileLock(folder / "lock")
     try:
         with lock.acquire(timeout=ORPHAN_SECONDS):
@@ -129,8 +117,7 @@ def complete_run(name: str) -> Path:
 
 
 def stored_record(folder: Path) -> dict[str, Any]:
-    """run.json of a run to resume, {} of a new one. ValueError if damaged, or missing although the run has
-    checkpoints."""
+    """run.json of a run to resume, {} of a new one. ValueError if damaged, or missing beside checkpoints."""
     if (folder / "run.json").exists():
         record = dict(read_run(folder).record)
         if lacking := {"runtime", "catalogue"} - record.keys():
@@ -146,8 +133,7 @@ def stored_record(folder: Path) -> dict[str, Any]:
 
 
 def changes_on_resume(folder: Path, requested: Config, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Options that differ from what was requested before: key -> (old, new). RunError for those that may not change,
-    and for fewer updates than the run has made."""
+    """Changed options: key -> (old, new). RunError for those that may not change, and for fewer updates than made."""
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
     changes = configuration.difference(requested, before)
     if fixed := [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if not key.startswith(MAY_CHANGE)]:

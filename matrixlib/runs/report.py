@@ -1,11 +1,8 @@
 """Offline report of a run, one self-contained HTML file, verdict first; and an index of all runs.
 
-    python -m matrixlib.runs.report            all runs under reports/, and their index
-    python -m matrixlib.runs.report RUN        one run (name or folder), and the index
-
-If the run's folder has the executed notebook, the report is that notebook without code, else key figures and curves.
-Then warnings, stability, runtime, configuration, environment, and what is missing or damaged. Template:
-templates/page.html.
+`python -m matrixlib.runs.report [RUN ...]` makes those of named runs (default all under reports/) and the index. If a
+run's folder has the executed notebook, that is the report, without code; else key figures and curves. Then warnings,
+stability, runtime, configuration, environment, and what is missing or damaged.
 """
 
 import base64
@@ -195,7 +192,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _page(title: str, **content: Any) -> str:
-    """templates/page.html."""
     from jinja2 import Environment, PackageLoader
 
     pages = Environment(loader=PackageLoader("matrixlib.runs"), autoescape=True)
@@ -204,8 +200,7 @@ def _page(title: str, **content: Any) -> str:
 
 
 def _executed_notebook(folder: Path) -> str:
-    """Outputs and texts of the newest finished or failed papermill notebook in a folder; empty without one, or if the
-    run was resumed since."""
+    """Outputs and texts of a folder's newest ended papermill notebook; empty without one, or if resumed since."""
     paths = sorted(folder.glob("*.ipynb"), key=lambda path: path.stat().st_mtime)
     log = folder / "metrics.jsonl"
     if not paths or (log.is_file() and paths[-1].stat().st_mtime < log.stat().st_mtime):
@@ -232,7 +227,6 @@ def _executed_notebook(folder: Path) -> str:
 
 
 def _text(value: Any, name: str) -> str:
-    """A value of `frame` as text."""
     if value is None or value != value:  # NaN: a column of numbers has it for None
         return ""
     if not isinstance(value, int | float):
@@ -294,7 +288,6 @@ def _stability(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 
 
 def _rows(values: Mapping[str, Any]) -> DataFrame:
-    """A table with a row for each name."""
     rows = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
     return DataFrame.from_dict(rows, orient="index").astype(str)
 

@@ -327,8 +327,7 @@ def _hold(lock: FileLock, name: str) -> bool:
 
 
 def finished_run(name: str = "", fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True) -> Path:
-    """Folder of a complete run: the named one, else the newest of a chess network whose request `fits`, else `shipped`.
-    RunError if the named one is not complete."""
+    """The named complete run (else RunError), or the newest of a chess network whose request `fits`, or `shipped`."""
     return records.complete_run(name) if name else newest_complete("chess", fits) or SHIPPED
 
 

@@ -35,25 +35,19 @@ class SweepError(ValueError):
 
 
 class SweepConfig(Section):
-    """A sweep: arms, a search space over options, or both, and the method.
-
-    A trial is one configuration, trained with each seed.
-    """
+    """A sweep: arms, a search space over options, or both, and the method. A trial is one configuration, trained with
+    each seed."""
 
     preset: str = option("demo", "preset of all trials, unless an arm or the space sets another")
     overrides: dict[str, Any] = option({}, "nested mapping over the preset of all trials")
     arms: dict[str, dict[str, Any]] = option({}, "configurations by name: option values, optionally a `preset`")
-    space: dict[str, Any] = option(
-        {}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (of 5 points in a grid)"
-    )
+    space: dict[str, Any] = option({}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (grid points)")
     method: Literal["grid", "random", "tpe", "staged"] = option(
         "grid",
-        "how the space is searched; `tpe` adapts to results, `staged` adds the arms one by one and keeps "
-        "those that help",
+        "how the space is searched; `tpe` adapts to results, `staged` adds arms one by one, keeping those that help",
     )
     tolerance: NonNegative = option(
-        0.0,
-        "`staged`: keep an arm whose interval lies below this, in units of `measure`; above 0 to make networks smaller",
+        0.0, "`staged`: keep an arm whose interval is below this, in units of `measure`; above 0 for smaller networks"
     )
     trials: CountOrZero = option(0, "number of trials of `random` and `tpe`")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = option(0, "first seed of each trial")
@@ -69,8 +63,7 @@ class SweepConfig(Section):
     workers: Processes = option(1, "processes, which share threads and GPUs")
     fleet: Kind = option(
         "local",
-        "`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
-        "see the folder of the reports",
+        "`ray`: on the nodes of the Ray cluster that this machine belongs to, which all see the reports' folder",
     )
 
 
@@ -188,8 +181,7 @@ def _refuse(name: str, problems: Mapping[str, object]) -> None:
 def attempt(train: bytes, number: int) -> tuple[str, str]:
     """train(number), pickled by cloudpickle, so that cell functions reach other processes. Returns (state, reason).
 
-    Errors of a configuration fail the trial: ("failed", why). Ctrl-C, SIGTERM, a full disk and unwritable folders end
-    the sweep.
+    Errors fail the trial: ("failed", why). Ctrl-C, SIGTERM, a full disk and unwritable folders end the sweep.
     """
     import cloudpickle
 

@@ -20,8 +20,7 @@ NOT_SCALAR = ("step", "time", "verdict", "messages", "events", "updates")
 
 
 class Events:
-    """Event files of the run in `folder`, with the updates so far. phases: description of each curriculum phase.
-    ValueError without tensorboardX."""
+    """Event files of the run in `folder`, with its updates so far. phases: texts. ValueError without tensorboardX."""
 
     def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], phases: Mapping[int, str] = {}) -> None:
         self._run, self._phases = folder, phases
@@ -58,7 +57,6 @@ class Events:
             self._writer.add_text("warnings", text, update, walltime=when)
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
 
 

@@ -1,10 +1,6 @@
 """Status of each run: training, validating, stalled, or how it ended, from heartbeat.json and summary.json.
 
-    python -m matrixlib.runs.watch                   the newest runs
-    python -m matrixlib.runs.watch RUN               one run (name or folder), or several
-    python -m matrixlib.runs.watch --every 60        repeat every minute, until Ctrl-C
-
-Exit code 1 if a run is stalled.
+`python -m matrixlib.runs.watch --help`. Exit code 1 if a run is stalled.
 """
 
 import argparse
@@ -94,7 +90,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: one line a run."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.runs.watch", description="How each run stands.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="name or folder; without any, those that began last")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")

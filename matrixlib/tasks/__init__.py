@@ -55,8 +55,7 @@ def get_task(name: str) -> TaskSpec[Any]:
 
 
 def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """A preset by name, or a YAML file by path, with nested overrides. ConfigError for an unknown preset or task,
-    unknown or mistyped keys."""
+    """A preset by name, or a YAML file by path, with nested overrides. ConfigError for what is unknown or mistyped."""
     data, name = configuration.read_preset(preset, overrides)
     return validate_config(data, name)
 
@@ -81,10 +80,8 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Config:
-    """Validate a nested mapping by its `task`'s schema; raises ConfigError.
-
-    name, prefix: for messages, before the message and before each key.
-    """
+    """Validate a nested mapping by its `task`'s schema; raises ConfigError. name, prefix: for messages, before the
+    message and before each key."""
     task = task_of(data, name, prefix)
     config: Config = configuration.validated(task.config, data, name, prefix)
     if config.validation.strength.every and task.game is None:

@@ -4,12 +4,11 @@ Only Figure objects, not pyplot: no global state, no backend choice.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 RED = "#b3261e"  # errors
@@ -25,8 +24,7 @@ def plain_number(x: float, _: Any = None) -> str:
 def panels(
     count: int = 1, size: tuple[float, float] = (7.0, 3.5), across: int = 4, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels (at least one), row by row, `across` a row. size: of one panel, inches. options: of
-    `Figure.subplots`."""
+    """A figure and its panels, row by row, `across` a row. size: of a panel, inches. options: of `Figure.subplots`."""
     count = max(count, 1)
     columns = min(count, across)
     rows = -(-count // columns)
@@ -82,13 +80,3 @@ def beside(figure: Figure) -> None:
             entries.setdefault(label, handle)
     if entries:
         figure.legend(list(entries.values()), list(entries), loc="outside right upper", fontsize=8, **LEGEND)
-
-
-def above(axes: Axes, handles: Sequence[Any] = (), labels: Sequence[str] = (), note: str = "") -> None:
-    """A legend above the panel (default: everything labelled), then a note."""
-    if not handles:
-        handles, labels = axes.get_legend_handles_labels()
-    if note:
-        handles, labels = [*handles, Line2D([], [], linestyle="none")], [*labels, note]
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.1}
-    axes.legend(handles, labels, fontsize=6.5, **place, **LEGEND)

@@ -1,38 +1,25 @@
 """Data that ship with the package: a compressed file and a manifest, unpacked to shards in the cache on first use.
 
-The manifest has the file's SHA-256, and SHA-256, bytes and count of every shard.
+The manifest has the file's SHA-256, and SHA-256, bytes and count of every shard. `tests/shipping.py` makes both.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from matrixlib.data.shards import ShardInfo, file_hash
-from matrixlib.files import cache_root, write_bytes
+from matrixlib.data.shards import file_hash
+from matrixlib.files import cache_root
 
 Write = Callable[[Path, bytes, dict[str, Any]], object]
 
 MANIFEST = "manifest.json"
 REINSTALL = "install the package again, or take the file from a fresh clone"
-
-
-def write_shipped(
-    folder: Path, file: str, data: bytes, facts: dict[str, Any], meta: dict[str, Any], infos: Iterable[ShardInfo]
-) -> dict[str, Any]:
-    """Write file and manifest; returns the manifest. facts: about the whole; meta: of each shard."""
-    shards = {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos}
-    whole = {"format": 1, "file": file, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    manifest = {**whole, **facts, "meta": meta, "shards": shards}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / file, data)
-    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-    return manifest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -53,9 +40,8 @@ def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
 def unpack(folder: Path, name: str, write: Write, cache: Path | None = None) -> Path:
     """Folder of the unpacked shards of `folder`, unpacked on first use, verified every time.
 
-    In `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes shards from the bytes. A missing,
-    partial or corrupt set is unpacked again; safe for concurrent calls. ValueError if the shipped file is corrupt or
-    the cache read-only.
+    In `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes shards from the bytes. A partial or
+    corrupt set is unpacked again; safe for concurrent calls. ValueError for a corrupt file or bad cache.
     """
     manifest = read_manifest(folder)
     root, path = cache or cache_root(), folder / manifest["file"]

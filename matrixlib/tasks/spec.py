@@ -46,8 +46,7 @@ Check = tuple[str, bool, str]
 
 @dataclass(frozen=True)
 class Stage:
-    """A curriculum phase made concrete: its task, shard sources (none: all), and their weights in a batch if not by
-    size."""
+    """A curriculum phase made concrete: its task, shard sources (none: all), and their weights if not by size."""
 
     task: Task
     sources: Sequence[str] = ()
@@ -104,8 +103,7 @@ class GameSpec(ABC):
         raise ValueError(f"openings '{file}': {self.game.name} has no opening books; leave `openings` empty")
 
     def openings(self, options: OpeningOptions, count: int, seed: int | Sequence[int], plies: int) -> Openings:
-        """`count` distinct openings: of the file of the options, else of `plies` random plies. ValueError if there are
-        fewer."""
+        """`count` distinct openings: of the options' file, else of `plies` random plies. ValueError for too few."""
         import numpy as np
 
         from matrixlib.play.game import Openings
@@ -210,8 +208,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return Stage(task, list(weights), weights)
 
     def teacher(self, config: ConfigT, runtime: Runtime, record: Mapping[str, Any]) -> Teacher | None:
-        """The frozen network that its losses need, on the training device. record: how it was computed when the
-        training started, {} for a new one."""
+        """The frozen network that its losses need, on the device. record: how it was computed at first, {} when new."""
         return None
 
     def sidecars(
@@ -239,14 +236,12 @@ class TaskSpec(ABC, Generic[ConfigT]):
         return None
 
     def network(self, model: nn.Module, config: ConfigT, runtime: Runtime, serving: Serving | None = None) -> Network:
-        """A trained model for use."""
         from matrixlib.engine.network import Network
 
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
     def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Network | None:
-        """The network in a file written by another program or `export`; None if not of this task, ValueError if
-        damaged."""
+        """The network in a file of another program or `export`; None if not of this task, ValueError if damaged."""
         return None
 
     def evaluate(self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
@@ -289,8 +284,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         ]
 
     def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Any:
-        """Viewer of `count` held-out rows (held_out opens the data set), or of a user's file; None if there is none.
-        ValueError for an unsuitable file.
+        """Viewer of `count` held-out rows, or of a user's file, if the task has one. ValueError for an unsuitable file.
 
         It has a length, `figure(net, item, name)` for display in a cell, `board(net, item, name, widget=None)` as a
         widget (the given one, updated), and `check(net) -> Check`: what must hold of a network's outputs on all items.

@@ -43,8 +43,7 @@ def board_mask() -> Tensor:
 
 def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
     """BatchNorm2d, or GroupNorm in groups of about 16 channels; ValueError for channels that they do not divide.
-    momentum: weight of the new batch.
-    """
+    momentum: weight of the new batch."""
     if kind == "batch":
         return nn.BatchNorm2d(channels, momentum=momentum)
     groups = max(1, channels // GROUP_CHANNELS)

@@ -1,9 +1,7 @@
 """Configuration of a chess run: data, network, losses, teacher."""
 
-from __future__ import annotations
-
 from functools import reduce
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -50,9 +48,7 @@ class NormConfig(Section):
 
 
 class AttentionConfig(Section):
-    every: CountOrZero = option(
-        0, "an attention block after every k-th residual block; 0 = none; not worth its time in a small network"
-    )
+    every: CountOrZero = option(0, "attention after every k-th block; 0 = none; not worth its time in a small network")
     heads: Width = option(4, "attention heads; must divide `channels`")
     bias: bool = option(True, "learned attention bias per head and pair of squares (heads, 64, 64)")
     mask: bool = option(False, "attend only to squares one queen, knight or king move away")
@@ -113,7 +109,7 @@ class ModelConfig(Section):
     checkpoint_every: CountOrZero = option(0, "activation checkpointing on every k-th block; 0 = off")
 
     @model_validator(mode="after")
-    def _divides(self, info: ValidationInfo) -> ModelConfig:
+    def _divides(self, info: ValidationInfo) -> Self:
         if self.attention.every and self.channels % self.attention.heads:
             good = [h for h in range(1, 65) if self.channels % h == 0]
             raise ValueError(
@@ -149,12 +145,8 @@ class SSLWeights(Section):
 
 
 class PositiveWeights(Section):
-    pin: Annotated[Real, Field(ge=1)] = option(
-        20.0, "positive weight of the pin loss; predictions are corrected for it"
-    )
-    fork: Annotated[Real, Field(ge=1)] = option(
-        20.0, "positive weight of the fork loss; predictions are corrected for it"
-    )
+    pin: Annotated[Real, Field(ge=1)] = option(20.0, "positive weight of the pin loss, corrected for in predictions")
+    fork: Annotated[Real, Field(ge=1)] = option(20.0, "positive weight of the fork loss, corrected for in predictions")
 
 
 class LossConfig(Section):
@@ -174,29 +166,22 @@ class LossConfig(Section):
     huber_delta: Positive = option(1.0, "delta of the Huber loss")
 
     @model_validator(mode="after")
-    def _one_target(self) -> LossConfig:
+    def _one_target(self) -> Self:
         if self.best_move and self.policy_temperature != 1:
             raise ValueError("best_move ignores the temperature: set policy_temperature to 1 or best_move to false")
         return self
 
 
 class TeacherConfig(Section):
-    network: str = option(
-        "",
-        "teacher: a run, a checkpoint folder or a network file (Lc0, Matrix0, ONNX); empty = none",
-    )
-    policy: NonNegative = option(
-        1.0, "weight of the policy distillation loss, T^2 KL; labels keep `loss.policy` and `loss.value`"
-    )
+    network: str = option("", "teacher: a run, a checkpoint or a network file (Lc0, Matrix0, ONNX); empty = none")
+    policy: NonNegative = option(1.0, "weight of the policy distillation loss, T^2 KL; labels keep those of `loss`")
     wdl: NonNegative = option(1.0, "weight of the win-draw-loss distillation loss")
     temperature: Positive = option(2.0, "T that softens both policies; the initial value unless `schedule` is `fixed`")
     schedule: Literal["fixed", "linear", "learned"] = option(
         "fixed", "T is constant, moves to `final_temperature`, or is learned adversarially between 1 and 5"
     )
     final_temperature: Positive = option(1.0, "T at the last update of the `linear` schedule")
-    cache: bool = option(
-        False, "compute the teacher's outputs once and store them beside the shards, instead of at every update"
-    )
+    cache: bool = option(False, "compute the teacher's outputs once, stored beside the shards, not at every update")
     temperature_rate: Positive = option(0.1, "SGD learning rate of a learned T")
     features: NonNegative = option(
         0.0,
@@ -209,7 +194,7 @@ class TeacherConfig(Section):
     squares: bool = option(False, "feature loss per square instead of on board means")
 
     @model_validator(mode="after")
-    def _consistent(self) -> TeacherConfig:
+    def _consistent(self) -> Self:
         if self.schedule == "learned" and not 1 < self.temperature < 5:
             raise ValueError(f"a learned temperature starts between 1 and 5, not at {self.temperature:g}")
         if self.schedule == "learned" and self.network and not self.policy:
@@ -222,16 +207,11 @@ class TeacherConfig(Section):
 class ChessDataConfig(DataConfig):
     source: Source = option("sample", f"`sample` (shipped with the package) or a folder of shards; {SEVERAL}")
     mirror: bool = option(True, "random left-right mirroring of positions without castling rights")
-    hidden_rows: Fraction = option(
-        0.25,
-        "fraction of positions with hidden squares, when there is a `piece` head; they train only that head",
-    )
+    hidden_rows: Fraction = option(0.25, "fraction of positions with hidden squares, which train a `piece` head only")
     hidden_squares: Fraction = option(0.3, "fraction of their squares that is hidden")
 
 
 class ChessConfig(Config):
-    """Complete configuration of a chess run."""
-
     task: Literal["chess"]
     data: ChessDataConfig = ChessDataConfig()
     curriculum: SourceCurriculumConfig = SourceCurriculumConfig()
@@ -240,7 +220,7 @@ class ChessConfig(Config):
     teacher: TeacherConfig = TeacherConfig()
 
     @model_validator(mode="after")
-    def _consistent(self) -> ChessConfig:
+    def _consistent(self) -> Self:
         if self.teacher.network and self.teacher.wdl and self.model.value.kind == "scalar":
             raise ValueError(
                 "a scalar value head cannot learn win-draw-loss: set teacher.wdl to 0 or model.value.kind to wdl"

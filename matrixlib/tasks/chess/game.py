@@ -17,21 +17,7 @@ from numpy.typing import NDArray
 
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values
-from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.records import (
-    HASH_MULTIPLIER,
-    LAYOUT,
-    PIECE_VALUES,
-    UNKNOWN,
-    WDL_SUM,
-    from_boards,
-    legal_indices,
-    move_from_index,
-    piece_classes,
-    play,
-    position_hashes,
-    to_board,
-)
+from matrixlib.tasks.chess import bitboard, records
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
@@ -58,20 +44,18 @@ class ChessGame:
         self.tables, self.pieces = tables, pieces
 
     def initial(self, n: int) -> States:
-        """The initial position n times."""
-        return np.repeat(from_boards([chess.Board()]), n)
+        return np.repeat(records.from_boards([chess.Board()]), n)
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
-        """Policy indices (K,) of the legal moves and offsets (N + 1,)."""
-        indices, offsets = legal_indices(states)
+        indices, offsets = records.legal_indices(states)
         return indices.astype(np.int32), offsets
 
     def play(self, states: States, moves: Moves) -> States:
-        """Positions after one legal move in each state."""
         code = bitboard.POLICY_MOVE[moves]
-        piece = np.take_along_axis(piece_classes(states["pieces"]), (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
+        classes = records.piece_classes(states["pieces"])
+        piece = np.take_along_axis(classes, (code & 63).astype(np.int64)[:, None], axis=1)[:, 0]
         queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
-        return play(states, code | queens.astype(np.uint16) << np.uint16(14))
+        return records.play(states, code | queens.astype(np.uint16) << np.uint16(14))
 
     def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
         """Values (N,) of finished games for the side to move, NaN for others."""
@@ -82,15 +66,13 @@ class ChessGame:
         return values
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
-        """Side to move (N,): 0 White, 1 Black."""
         return states["side"]
 
     def key(self, states: States) -> NDArray[np.uint64]:
         """Repetition keys (N,): hashes of pieces, side, castling rights and legal en passant."""
-        return position_hashes(states) ^ states["side"] * HASH_MULTIPLIER
+        return records.position_hashes(states) ^ states["side"] * records.HASH_MULTIPLIER
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
-        """States with their number of earlier occurrences set."""
         states = states.copy()
         states["repetition"] = np.minimum(counts, 2)
         return states
@@ -103,24 +85,16 @@ class ChessGame:
 
     def proven(self, states: States) -> Values:
         """Tablebase values (N,), NaN where unknown; only right after a capture or pawn move, where they are exact.
-
-        Cursed wins and blessed losses are draws.
-        """
+        Cursed wins and blessed losses are draws."""
         values = np.full(len(states), np.nan, np.float32)
         if self.tables is None:
             return values
         men = np.bitwise_count(bitboard.bitboards(states["pieces"])).sum(1)
         for i in np.flatnonzero((men <= self.pieces) & (states["halfmove"] == 0) & (states["castling"] == 0)):
             try:
-                wdl = self.tables.get_wdl(to_board(states[i]))
-            except (
-                OSError,
-                LookupError,
-                ValueError,
-                AssertionError,
-                struct.error,
-            ) as error:  # e.g. a truncated download
-                self.tables = None
+                wdl = self.tables.get_wdl(records.to_board(states[i]))
+            except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:
+                self.tables = None  # e.g. a truncated download
                 warnings.warn(f"Syzygy tables are damaged and no longer used: {error}", stacklevel=2)
                 break
             if wdl is not None:
@@ -134,8 +108,7 @@ class ChessGame:
         return self.proven(states)
 
     def write(self, game: GameRecord) -> str:
-        """The game as PGN."""
-        board = to_board(game.start)
+        board = records.to_board(game.start)
         written = chess.pgn.Game()
         written.setup(board)
         result = "*"
@@ -146,7 +119,7 @@ class ChessGame:
         written.headers.update({"White": white_name, "Black": black_name, **game.tags, "Result": result})
         node: chess.pgn.GameNode = written
         for i, index in enumerate(game.moves):
-            move = move_from_index(int(index), board)
+            move = records.move_from_index(int(index), board)
             node = node.add_variation(move, comment=game.comments[i] if game.comments else "")
             board.push(move)
         return str(written)
@@ -156,7 +129,7 @@ def check_not_over(game: ChessGame, states: States) -> None:
     """ValueError naming the first state in which the game is over, including draws by repetition and fifty moves."""
     values = game.terminal(states, np.diff(game.legal(states)[1]))
     for i in np.flatnonzero(~np.isnan(values))[:1]:
-        board = to_board(states[i])
+        board = records.to_board(states[i])
         result = board.result() if board.is_game_over() else "1/2-1/2"
         raise ValueError(f"the game is over in '{board.fen()}': {result}")
 
@@ -169,26 +142,25 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
     """
     parts = []
     for trace in traces:
-        records, result = trace.states.copy(), trace.results()
-        records["result"] = np.where(np.isnan(result), UNKNOWN, result)
-        sure = np.rint(WDL_SUM * trace.targets[:, None] * (1, -1)).clip(0)
-        records["wdl"] = np.insert(sure, 1, WDL_SUM - sure.sum(1), axis=1)
-        records["source"], records["game"] = source, ids[trace.number]
+        rows, result = trace.states.copy(), trace.results()
+        rows["result"] = np.where(np.isnan(result), records.UNKNOWN, result)
+        sure = np.rint(records.WDL_SUM * trace.targets[:, None] * (1, -1)).clip(0)
+        rows["wdl"] = np.insert(sure, 1, records.WDL_SUM - sure.sum(1), axis=1)
+        rows["source"], rows["game"] = source, ids[trace.number]
         batch = {
-            "records": records,
+            "records": rows,
             "policy_offset": trace.offsets.astype("<i8"),
             "policy_index": trace.moves.astype("<u2"),
             "policy_weight": np.rint(trace.policy * 65535).astype("<u2"),
         }
-        parts.append(select(batch, np.repeat(np.arange(len(records)), trace.copies), LAYOUT))
-    return concat(parts, LAYOUT)
+        parts.append(select(batch, np.repeat(np.arange(len(rows)), trace.copies), records.LAYOUT))
+    return concat(parts, records.LAYOUT)
 
 
 def by_material(states: States, margin: float) -> Values:
-    """(N,) 1 or -1 where the side to move is ahead or behind by at least `margin` pawns, else 0, by
-    PIECE_VALUES."""
+    """(N,) 1 or -1 where the side to move is at least `margin` pawns ahead or behind (PIECE_VALUES), else 0."""
     men = np.bitwise_count(bitboard.bitboards(states["pieces"])).astype(np.float32)
-    lead = (men[:, :6] - men[:, 6:]) @ np.array(PIECE_VALUES, np.float32)
+    lead = (men[:, :6] - men[:, 6:]) @ np.array(records.PIECE_VALUES, np.float32)
     return np.where(np.abs(lead) >= margin, np.sign(lead), np.float32(0))
 
 

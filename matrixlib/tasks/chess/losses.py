@@ -46,8 +46,7 @@ def policy_target(index: Tensor, weight: Tensor) -> Tensor:
 
 def training_target(target: Tensor, index: Tensor, options: LossConfig) -> Tensor:
     """Policy target (B, L) that is trained: the best moves in equal parts (`best_move`), or normalised p^(1/T); then
-    label smoothing (Szegedy et al. 2016), (1 - e) p + e / n over the n legal moves. Zero rows are only smoothed.
-    """
+    label smoothing (Szegedy et al. 2016), (1 - e) p + e / n over the n legal moves. Zero rows are only smoothed."""
     most, temperature = target.amax(1, keepdim=True), options.policy_temperature
     if options.best_move:
         best = (target >= most) & (target > 0)
@@ -125,9 +124,7 @@ def expected_score(distribution: Tensor) -> Tensor:
 
 
 def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of logits (B, 3) with targets (B, 3), summed over `rows`. Metrics: `accuracy` (ties in the target
-    count as correct) and `_moments`.
-    """
+    """Cross-entropy of logits (B, 3) with targets (B, 3) over `rows`. Metrics: `accuracy` (any tie), `_moments`."""
     log_p = logits.float().log_softmax(1)
     with torch.no_grad():
         best = target >= target.amax(1, keepdim=True)
@@ -137,9 +134,7 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
 
 
 def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig) -> tuple[Tensor, Sums]:
-    """Squared or Huber error of values (B,) in [-1, 1] to win - loss of targets (B, 3), summed over `rows`. Metrics:
-    `_moments`.
-    """
+    """Squared or Huber error of values (B,) to win - loss of targets (B, 3) over `rows`. Metrics: `_moments`."""
     value, result = value.float(), target[:, 0] - target[:, 2]
     if options.scalar == "mse":
         loss = (value - result).square()
@@ -179,7 +174,6 @@ def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float
 
 
 def calibrated(scores: Tensor, positive: float) -> Tensor:
-    """Logits corrected for training with the positive weight `positive`."""
     return scores - math.log(positive)
 
 

@@ -1,7 +1,6 @@
 """Matrix0 (github.com/lukifer23/Matrix0): import of its network options and checkpoints.
 
-Loading is strict: every key of the file is used once or is a known alias, and every parameter and buffer is filled.
-Outputs agree with Matrix0's to float error.
+Loading is strict: every key of the file is used once or is a known alias, and every parameter is filled.
 """
 
 import os
@@ -88,8 +87,7 @@ POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions th
 def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
     """Model options for a NetConfig of Matrix0, missing fields by its defaults; ValueError names unknown fields and
     unsupported values. In Matrix0 `norm` does not apply to blocks (always BatchNorm, momentum 0.9), and an unmasked mix
-    of 1 or more means only masked attention, 0 or less only unmasked.
-    """
+    of 1 or more means only masked attention, 0 or less only unmasked."""
     if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED_FIELDS):
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
     options = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED_FIELDS}
@@ -133,7 +131,6 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
 
 
 def matrix0_name(name: str) -> str:
-    """Matrix0's key of one of our parameters or buffers."""
     for pattern, replacement in KEY_RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
@@ -160,8 +157,7 @@ def convert_weights(data: Mapping[str, Any], own: Iterable[str]) -> dict[str, Te
 def infer_config(data: Mapping[str, Any]) -> tuple[ModelConfig, str]:
     """Model options of a checkpoint's dict, and a message naming those that had to be assumed ("" for none).
 
-    Taken from the shapes of the weights, its stored config, then PUBLISHED_OPTIONS. ValueError as in `matrix0_config`
-    and for a dict without Matrix0's weights.
+    Taken from the shapes of the weights, its stored config, then PUBLISHED_OPTIONS. ValueError as `matrix0_config`.
     """
     state = _find_weights(data)
     if "stem.0.weight" not in state:

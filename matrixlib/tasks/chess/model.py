@@ -46,14 +46,12 @@ LC0_PLANES, LC0_PLANES_NOW = 112, 21  # with and without the history
 
 
 def input_planes(config: ModelConfig) -> int:
-    """Number of input planes."""
     return PLANES if config.encoding != "lc0" else LC0_PLANES if config.history else LC0_PLANES_NOW
 
 
 def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_HEADS, backward: bool = False) -> int:
     """FLOPs per position of the forward pass (and `backward` pass), a multiply-add being two: convolutions, linear
-    layers, attention. planes: input planes. heads: as in `PolicyValueNet.forward`.
-    """
+    layers, attention. planes: input planes. heads: as in `PolicyValueNet.forward`."""
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {k: t.detach().to("meta").requires_grad_(backward and t.requires_grad) for k, t in tensors.items()}
     # On the CPU the counter does not know fused attention
@@ -137,8 +135,7 @@ class Lc0AttentionPolicy(nn.Module):
 
 
 class PolicyHead(nn.Module):
-    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane, or Lc0's (B, 1858); illegal moves are not
-    masked.
+    """(B, C, 8, 8) -> logits (B, 4672), index = from-square * 73 + plane, or Lc0's (B, 1858), illegal ones unmasked.
 
     moves: policy indices (B, L); the `attention` head computes only their logits (B, L), the other kinds ignore them.
     With `clamp` c inputs and logits are clamped to +-c and hidden values to +-2c, as in Matrix0. The output layer is in
@@ -209,10 +206,8 @@ class PolicyHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32.
-
-    Lc0's has one hidden layer, the others two.
-    """
+    """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32. Lc0's
+    has one hidden layer, the others two."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -326,8 +321,7 @@ class PolicyValueNet(nn.Module):
 
     def trunk(self, planes: Tensor, stream: list[Tensor] | None = None) -> Tensor:
         """Features (B, C, 8, 8). stream: list to which the input of the first block and the output of each block are
-        appended, each (B, C, 8, 8); ValueError with a custom trunk.
-        """
+        appended, each (B, C, 8, 8); ValueError with a custom trunk."""
         if self.own_trunk is not None:
             if stream is not None:
                 raise ValueError("a custom trunk has no known blocks to compare: set teacher.features to 0")
@@ -366,7 +360,6 @@ def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
 
 
 def tower_depth(config: ModelConfig) -> int:
-    """Number of blocks of the tower."""
     every = config.attention.every
     return config.blocks + (config.blocks // every if every else 0)
 

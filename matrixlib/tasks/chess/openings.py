@@ -110,7 +110,6 @@ def _polyglot(path: Path, plies: int) -> Iterator[Line]:
 
 
 def _book_moves(book: chess.polyglot.MemoryMappedReader, board: chess.Board, path: Path) -> list[int]:
-    """Policy indices of a position's moves in a Polyglot book."""
     try:
         moves = [board.parse_uci(entry.move.uci()) for entry in book.find_all(chess.polyglot.zobrist_hash(board))]
     except ValueError as error:

@@ -102,7 +102,6 @@ def map_fill(head: str, values: NDArray[Any], squares: NDArray[np.bool_] | None 
 
 
 def map_legend(head: str) -> str:
-    """Legend of a map as HTML."""
     return " ".join(f"<span style='color:{colour}'>&#9632;</span>{word}" for word, colour in colour_legend(head))
 
 

@@ -367,8 +367,7 @@ def position_keys(records: Records) -> list[bytes]:
 
 
 def position_hashes(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
-    """64-bit hashes (N,) of oriented positions, with `mirrored` the same for mirror images. For counting: unlike
-    `position_keys` they may collide."""
+    """64-bit hashes (N,) of oriented positions, `mirrored`: the same for mirror images. They may collide."""
     plain = _hash_columns(records["pieces"], records["castling"], records["en_passant"])
     if not mirrored:
         return plain

@@ -16,24 +16,13 @@ from matrixlib.config import validated
 from matrixlib.data.shards import file_hash
 from matrixlib.engine.folder import read_run_config
 from matrixlib.files import from_home
+from matrixlib.tasks import spec as specs
 from matrixlib.tasks.chess import bitboard, ssl_targets
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.game import ChessGame, by_material, open_tablebases, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, position_hashes
 from matrixlib.tasks.chess.stockfish.client import LIMITS
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
-from matrixlib.tasks.spec import (
-    Check,
-    GameSpec,
-    Overfit,
-    TaskSpec,
-    by_source,
-    find_run,
-    given_folder,
-    load_network,
-    no_network,
-    other_weights,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,9 +44,7 @@ if TYPE_CHECKING:
     from matrixlib.tasks.chess.task import ChessTask
 
 
-class ChessGameSpec(GameSpec):
-    """Chess as a game of self-play."""
-
+class ChessGameSpec(specs.GameSpec):
     ending = ".pgn"
     game = ChessGame()
 
@@ -87,7 +74,7 @@ class ChessGameSpec(GameSpec):
         return judges
 
 
-class ChessSpec(TaskSpec[ChessConfig]):
+class ChessSpec(specs.TaskSpec[ChessConfig]):
     """Chess: positions with policy, win-draw-loss and game result."""
 
     name, demo = "chess", "demo"
@@ -96,7 +83,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
     objective_options = ("loss.", "teacher.", "model.value.kind", "model.ssl")
     measured_on_options = ("validation.limit",)
     held_out = "about one game in twenty is held out"
-    overfit = Overfit(
+    overfit = specs.Overfit(
         overrides={
             "data": {"mirror": False},
             "model": {"droppath": 0.0, "dropout": 0.0, "ssl": [], "value": {"kind": "wdl"}},
@@ -129,11 +116,9 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return replace(task, trunk=parts.trunk, heads=parts.heads, loss_functions=parts.losses)
 
     def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Network input `planes` (B, C, 8, 8)."""
         return {"planes": task.planes(batch)}
 
     def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
-        """The first boards of a batch with their targets."""
         from matrixlib.tasks.chess.plots import batch_boards
 
         return batch_boards(batch, rows)
@@ -145,7 +130,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return Lc0Task(config) if config.model.encoding == "lc0" else ChessTask(config)
 
     def folder(self, config: ChessConfig) -> Path:
-        return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")
+        return unpack_sample() if config.data.source == "sample" else specs.given_folder(config.data, "sample")
 
     def teacher(self, config: ChessConfig, runtime: Runtime, record: Mapping[str, Any]) -> ChessTeacher | None:
         from matrixlib.hardware.runtime import reuse
@@ -186,15 +171,15 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         teacher = net.task.config.teacher.network
         if not teacher:
-            return by_source(own, held_out)
+            return specs.by_source(own, held_out)
         try:
             other = load(teacher, "", net.runtime.device)
-            problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
+            problem = specs.other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
         except ValueError as error:
             problem = str(error)
         if problem:
             warnings.warn(f"no comparison with the teacher: {problem}", stacklevel=2)
-            return by_source(own, held_out)
+            return specs.by_source(own, held_out)
         return figures.agreement(net, other, held_out, sample)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
@@ -235,7 +220,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         )
         return [problem] if mass.any() else []
 
-    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
+    def checks(self, figures: Mapping[str, Any]) -> list[specs.Check]:
         base = figures["baselines"]
         top1, better = figures["top1"] > base["uniform_top1"], figures["policy_kl"] < base["uniform_kl"]
         return [
@@ -251,16 +236,16 @@ def load(run: str | Path, checkpoint: str = "", device: str | Runtime = "auto", 
     """Load the network of a chess run, see `matrixlib.tasks.load`; `device` may be a runtime."""
     from matrixlib.tasks.chess.evaluate.net import Net
 
-    folder, named = find_run(run)
+    folder, named = specs.find_run(run)
     net: Network | None
     if folder.is_file():
         if (net := TASK.open_file(folder, device, compile)) is None:
-            raise ValueError(no_network(folder))
+            raise ValueError(specs.no_network(folder))
         net.sha256 = file_hash(folder)
     else:
         data, name = read_run_config(folder)
         if data.get("task") != TASK.name:
             raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
-        net = load_network(TASK, validated(TASK.config, data, name), folder, checkpoint or named, device, compile)
+        net = specs.load_network(TASK, validated(TASK.config, data, name), folder, checkpoint or named, device, compile)
     assert isinstance(net, Net)
     return net

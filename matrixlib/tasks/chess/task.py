@@ -64,7 +64,6 @@ class ChessTask:
 
     @property
     def input_planes(self) -> int:
-        """Number of input planes."""
         return input_planes(self.config.model)
 
     @property
@@ -74,7 +73,6 @@ class ChessTask:
 
     @property
     def terms(self) -> dict[str, Term]:
-        """Loss terms by name."""
         options, teacher = self.config.loss, self.config.teacher
         terms = {
             "policy": Term(options.policy, self._policy_loss, _count_policy_rows, self._policy_floor),
@@ -96,7 +94,6 @@ class ChessTask:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each term."""
         return {name: term.weight for name, term in self.terms.items()}
 
     @property
@@ -186,9 +183,7 @@ class ChessTask:
         return model
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Run the self-supervised heads on chunks of `rows` positions and return the chunk size in effect: 0, the whole
-        batch, with BatchNorm.
-        """
+        """Run the self-supervised heads on chunks of `rows`; returns the size in effect: 0 (all) with BatchNorm."""
         assert isinstance(model, PolicyValueNet)
         model.ssl_chunk = rows if self.config.model.norm.stem_heads == "group" else 0
         return model.ssl_chunk
@@ -287,8 +282,7 @@ class ChessTask:
 
     def residuals(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
         """fp32 residuals (B, C, S) of these blocks, their output minus input: S = 64 squares of the oriented board, or
-        their mean (S = 1). stream: input of the first block and output of each, as in `PolicyValueNet.trunk`.
-        """
+        their mean (S = 1). stream: input of the first block and output of each, as in `PolicyValueNet.trunk`."""
         added = [stream[block + 1].float() - stream[block].float() for block in blocks]
         if squares:
             return [self.oriented(maps, batch).flatten(2) for maps in added]
@@ -306,8 +300,7 @@ class ChessTask:
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Predictions on the oriented board: `policy` (B, L) log-probabilities of the moves `policy_index`, about -1e9
         in pads; `value` (B,) in [-1, 1]; `wdl` (B, 3) probabilities unless the value head is scalar; `ssl/<head>`
-        (B, c, 8, 8) probabilities of each of `heads`.
-        """
+        (B, c, 8, 8) probabilities of each of `heads`."""
         names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
         return self.probabilities(self.forward(model, batch, names), batch, heads)
 
@@ -341,8 +334,7 @@ class ChessTask:
 
     def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
         """Network outputs that these terms need, in the network's frame, see `PolicyValueNet.forward`. In training with
-        a learned temperature also `temperature` (B,) and `raw`, its parameter.
-        """
+        a learned temperature also `temperature` (B,) and `raw`, its parameter."""
         names = self._output_names(terms)
         arguments: list[Any] = [self.planes(batch), names]
         # CPU only: a GPU gains nothing, and a compiled network would need a graph for each L

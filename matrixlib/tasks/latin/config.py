@@ -88,8 +88,6 @@ class LatinLossConfig(Section):
 
 
 class LatinConfig(Config):
-    """Configuration of a run on Latin squares."""
-
     task: Literal["latin"]
     data: LatinDataConfig = LatinDataConfig()
     model: LatinModelConfig = LatinModelConfig()

@@ -66,8 +66,7 @@ def fill_one(cells: Tensor, size: Tensor, predict: Predict | None, generator: to
     """Fill one cell of each grid: the most constrained one (ties: the network's most confident) with its best
     candidate. predict None: random ties and digits.
 
-    Grids with a cell without candidates are unchanged; returns `cells` itself if no grid changes. generator: on the
-    device of `cells`.
+    Grids with a hopeless cell are unchanged; returns `cells` itself if no grid changes. generator: on their device.
     """
     possible, left = candidates(cells, size), empty(cells, size)
     alive = left.flatten(1).any(1) & ~(left & ~possible.any(3)).flatten(1).any(1)

@@ -54,10 +54,8 @@ def sinkhorn(logits: Tensor, tokens: Tensor, digits: Tensor, iterations: int) ->
 
 
 def cell_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoothing: float) -> tuple[Tensor, Sums]:
-    """Cross-entropy summed over hidden cells, label-smoothed over the n digits.
-
-    Metrics over the same cells: accuracy, entropy of the prediction (nats).
-    """
+    """Cross-entropy summed over hidden cells, label-smoothed over the n digits. Metrics over the same cells: accuracy,
+    entropy of the prediction (nats)."""
     loss = -log_p.gather(3, target[..., None])[..., 0]
     possible = log_p.masked_fill(log_p < IMPOSSIBLE / 2, 0.0)
     if smoothing:
@@ -98,8 +96,7 @@ def violations(filled: Tensor, size: Tensor) -> Tensor:
 
 
 def cell_floor(hidden: Tensor, size: Tensor, smoothing: float) -> float:
-    """Lowest `cell_loss`: the entropy of the smoothed targets. It assumes a known square; with several completions no
-    network reaches it."""
+    """Lowest `cell_loss`: the entropy of the smoothed targets; with several completions no network reaches it."""
     n = size.double()
     rest = smoothing / n
     top = 1 - smoothing + rest

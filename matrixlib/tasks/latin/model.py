@@ -32,8 +32,7 @@ class Block(transformer.Block):
         self.relation = nn.Parameter(torch.zeros(config.heads, RELATIONS)) if config.relations else None
 
     def relate(self, relations: Tensor, mask: Tensor) -> Tensor:
-        """Attention bias (B or 1, heads or 1, L, L) from relations (L, L) int64 and mask (B or 1, 1, L, L), 0 or
-        -inf."""
+        """Attention bias (B or 1, heads or 1, L, L) from relations (L, L) and mask (B or 1, 1, L, L), 0 or -inf."""
         return mask if self.relation is None else mask + self.relation[:, relations]
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:

@@ -227,8 +227,7 @@ def permutations(key: np.ndarray, size: np.ndarray, side: int) -> np.ndarray:
 
 
 def isotopes(squares: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Squares (B, N, N) uint8 with rows, columns and digits permuted inside their size (B,), by keys (B,). Unchanged
-    where the result would be a held-out square."""
+    """Squares (B, N, N) with rows, columns, digits permuted inside size (B,) by keys (B,), unless then held out."""
     side = squares.shape[-1]
     rows, columns, digits = permutations(key, size, side)
     moved = np.take_along_axis(np.take_along_axis(squares, rows[:, :, None], 1), columns[:, None], 2)
@@ -270,7 +269,6 @@ def read(paths: Iterable[Path | str]) -> dict[int, np.ndarray]:
 
 
 def source(size: int) -> str:
-    """Catalogue source of a size's shards."""
     return f"size {size}"
 
 
@@ -294,8 +292,7 @@ def compared(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mark_suspicious(folder: Path) -> None:
-    """Measure the new shards of a folder and mark outliers of each source and split. Of `build`'s own there is one of
-    each, so nothing to compare."""
+    """Measure the new shards of a folder and mark outliers of each source and split (`build` writes one of each)."""
     catalogue = Catalogue(folder)
     new = [row for row in catalogue.shards() if not (row.quality or row.remote)]
     for row in new:

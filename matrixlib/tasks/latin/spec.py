@@ -1,7 +1,6 @@
 """The Latin-squares task: puzzles of several sizes, modes and fills.
 
-Terms: "cell" (cross-entropy of hidden cells; items are cells) and "constraint" (digits expected more than once; items
-are grids with a hidden cell).
+Terms: "cell" (cross-entropy of hidden cells) and "constraint" (digits expected more than once in a grid).
 """
 
 from collections.abc import Mapping
@@ -41,7 +40,6 @@ class LatinTask(Ungated):
 
     @property
     def dimensions(self) -> dict[str, StagesConfig]:
-        """The curriculum's dimensions."""
         curriculum = self.config.curriculum
         return {"size": curriculum.size, "mode": curriculum.mode, "fill": curriculum.fill}
 
@@ -116,7 +114,6 @@ class LatinTask(Ungated):
         return {"cell": int(hidden.sum()), "constraint": int(hidden.any(1).sum())}
 
     def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
-        """Sums of the active terms and their metrics (see losses.py)."""
         logits = model(tokens(batch), batch["size"], batch["mode"])
         target, hidden, size = batch["square"].long(), batch["hidden"], batch["size"]
         sums, metrics = Sums(), Sums()
@@ -155,8 +152,6 @@ MIN_GRIDS = 16  # held-out puzzles of each kind; or a tenth of `validation.sampl
 
 
 class LatinSpec(TaskSpec[LatinConfig]):
-    """Completing Latin squares."""
-
     name, demo = "latin", "latin_demo"
     config, layout = LatinConfig, pool.LAYOUT
     objective_options = ("loss.",)

@@ -12,13 +12,9 @@ Delay = Annotated[int, Field(ge=0, le=DELAYS)]
 
 
 class MeleeDataConfig(DataConfig):
-    source: Source = option(
-        "sample", f"`sample` (ships with the package) or a folder of imported replays; {configuration.SEVERAL}"
-    )
+    source: Source = option("sample", f"`sample` (ships with the package) or imported replays; {configuration.SEVERAL}")
     window: Annotated[int, Field(ge=1, le=OWN)] = option(60, "frames of a window, 60 a second")
-    delay: tuple[Delay, Delay] = option(
-        (0, 0), "fewest and most frames from a state to its decision; held-out rows use the fewest"
-    )
+    delay: tuple[Delay, Delay] = option((0, 0), "fewest and most frames from state to decision; held out: the fewest")
     mirror: Fraction = option(0.5, "share of windows mirrored, on symmetric stages")
     noise: Fraction = option(0.3, "share of windows with noise on measured inputs")
     noise_sigma: NonNegative = option(0.01, "standard deviation of the noise, in scaled units")
@@ -60,8 +56,7 @@ class MeleeLossConfig(Section):
     focal: NonNegative = option(0.0, "gamma of the focal loss, 0 = none; probabilities are corrected for it")
     rare: Fraction = option(0.0, "weight of pressed rare buttons: 0 none, 1 sqrt((1 - rate) / rate), up to 30")
     characters: Fraction = option(
-        0.0,
-        "weight of frames of rare own characters: 0 none, 1 equal for all characters, up to 30; plus `rare` at most 1",
+        0.0, "weight of frames of rare own characters: 0 none, 1 equal for all, up to 30; plus `rare` at most 1"
     )
 
     @model_validator(mode="after")
@@ -75,8 +70,6 @@ class MeleeLossConfig(Section):
 
 
 class MeleeConfig(Config):
-    """Configuration of a Melee imitation run."""
-
     task: Literal["melee"]
     data: MeleeDataConfig = MeleeDataConfig()
     model: MeleeModelConfig = MeleeModelConfig()

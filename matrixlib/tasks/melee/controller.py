@@ -55,7 +55,6 @@ class Controller:
 NEUTRAL = np.array([*[0] * len(BUTTONS), *[CENTRE] * len(AXES), 0], np.int64)
 """Choices of an untouched controller."""
 
-
 STICK_STEP, SHOULDER_STEP = STICK_STEPS // CENTRE, SHOULDER_STEPS // (SHOULDER_CLASSES - 1)
 _BYTES = np.arange(256, dtype=np.uint8)
 _STICK = (2 * _BYTES.view(np.int8).astype(int) + STICK_STEP) // (2 * STICK_STEP) + CENTRE

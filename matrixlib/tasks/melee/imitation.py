@@ -72,8 +72,7 @@ def judge(net: Network, batches: Iterable[Batch], seed: int = 0) -> Frames:
 
 
 def figures(frames: Frames) -> dict[str, Any]:
-    """JSON data: log-likelihoods of whole controllers (see `nats`), onsets, leak statistics; by decision, `buttons`
-    (see `button_figures`) and `stick_mse`.
+    """JSON data: `nats` of whole controllers, onsets, leak statistics; by decision, `button_figures` and `stick_mse`.
 
     onsets: count; `recall`: share where the sample presses the button; `false`: rate of presses in other frames with
     the button up. Over all buttons, onsets weighing equally. leak: how often the player's action just changed at
@@ -149,8 +148,7 @@ def stick_mse(frames: Frames, decision: str) -> dict[str, float]:
 def nats(frames: Frames, heads: Sequence[Head]) -> dict[str, float]:
     """Mean nats a frame of these parts together, over all frames and over those where one of them changes.
 
-    Baselines (constant, repeating) are fitted on the frames that they are judged on, which favours them; constant again
-    on frames with a change.
+    Baselines (constant, repeating) are fitted on the frames judged, which favours them; constant also on changes.
     """
     parts = [(head, frames["target"][:, head.choices], frames["repeated"][:, head.choices]) for head in heads]
     change = np.any([(target != held).any(1) for _, target, held in parts], 0)
@@ -177,8 +175,7 @@ def constant_nll(head: Head, target: np.ndarray) -> np.ndarray:
 
 
 def repeating_nll(head: Head, target: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """(n,) of a predictor with the probability that the held part (n, 8 or 1) stays, and else the distribution of
-    changes."""
+    """(n,) of a predictor with the probability that the held part (n, 8 or 1) stays, and that of each change."""
     columns = []
     for now, before in zip(target.T, held.T, strict=True):
         stay = now == before

@@ -47,12 +47,10 @@ class Slippi:
     held_out: str = ""
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """A replay is one part; other files are ignored."""
         if path.suffix.lower() == ENDING:
             yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"")
 
     def read(self, part: Part) -> ParseResult:
-        """Rows of a replay, or its rejection or skip."""
         entries, batch = ParseResult(replace(part, first=part.number)), concat([], LAYOUT)
         try:
             if not part.data:

@@ -190,8 +190,7 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 class Heads(nn.Module):
     """Features (..., W) to logits; autoregressive: each head also gets the earlier choices.
 
-    prior: (81,) initial logits. weights: (8,) loss weights of pressed buttons, stored with the network, as its logits
-    depend on them.
+    prior: (81,) initial logits. weights: (8,) loss weights of pressed buttons, stored as the logits depend on them.
     """
 
     weights: Tensor
@@ -226,8 +225,7 @@ class Heads(nn.Module):
     def decide(self, x: Tensor, noise: Tensor, correct: Correct) -> tuple[Tensor, Tensor]:
         """(logits (..., 81), choices (..., 13)), each head decided by argmax of scores plus noise (..., 81).
 
-        noise: `gumbel` samples, zeros give the mode. correct: `Objective.correct`, from a head's logits to log-odds
-        (buttons) or log-probabilities.
+        noise: `gumbel` samples, zeros give the mode. correct: `Objective.correct`, from a head's logits.
         """
         noises = noise.split(SIZES, -1)
 
@@ -274,7 +272,6 @@ class MeleeNet(nn.Module):
         self.heads = Heads(config.width, config.head_width, config.autoregressive, prior, weights)
 
     def edges(self) -> list[nn.Module]:
-        """Input and output layers."""
         return [self.first, self.heads.given, self.heads.outer]
 
     def forward(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, choices: Tensor) -> Tensor:
@@ -305,8 +302,7 @@ LEAST = 0.01  # smallest share of a class after removing smoothing; below it noi
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss options. weights: (8,) of pressed buttons, on the logits' device. gamma: focal loss, 0 = none. smoothing:
-    label smoothing of classes."""
+    """Loss options. weights: (8,) of pressed buttons. gamma: focal loss, 0 = none. smoothing: of class labels."""
 
     weights: Tensor
     gamma: float = 0.0

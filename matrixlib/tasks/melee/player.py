@@ -52,8 +52,7 @@ class Player:
         """The controller for the next frame, from the state after this one: SCENE (1, 1) from `windows.live`. Its
         `previous` is replaced by the last decision.
 
-        With a delay decisions come that many frames ahead; until then the controller is neutral. ValueError for another
-        number of frames.
+        With a delay decisions come so many frames ahead, neutral ones until then. ValueError for several frames.
         """
         if frame.dtype != SCENE or frame.shape != (1, 1):
             raise ValueError("give one frame at a time, as windows.live makes it")
@@ -97,16 +96,14 @@ class MeleeOnnx(onnx.OnnxModule):
         return logits, choices, *after
 
     def metadata(self) -> dict[str, str]:
-        """JSON: meaning of `numeric` and `choices`; range of `delay` in frames, as an input in units of
-        `delay_unit`."""
+        """JSON: meaning of `numeric` and `choices`; range of `delay` in frames, an input in `delay_unit`."""
         choices = [*BUTTONS, *AXES, "shoulder"]
         facts = {"numeric": windows.INPUTS, "choices": choices, "delay": self._delays, "delay_unit": DELAYS}
         return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
 def export(model: MeleeNet, task: Any, path: Path | str) -> onnx.OnnxFile:
-    """Write a Melee network as ONNX; errors as `engine.onnx.export`. Compared over random games of three frames, one
-    and four at a time, sampled and not."""
+    """Write a Melee network as ONNX; errors as `engine.onnx.export`. Compared over random games of three frames."""
     module = MeleeOnnx(copy.deepcopy(model).cpu().float().eval(), task)
     return onnx.export(module, path, [inputs for rows in (1, 4) for inputs in frames(module, rows, 3)])
 

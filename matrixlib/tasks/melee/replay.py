@@ -53,10 +53,8 @@ class Replay:
 
 
 def read(path: Path | str) -> Replay:
-    """The game in a file. ReplayError if corrupt or no replay, NoGame if not between two people.
-
-    ValueError, with what to install, without peppi-py.
-    """
+    """The game in a file. ReplayError if corrupt or no replay, NoGame if not between two people. ValueError, with what
+    to install, without peppi-py."""
     start, frames = parse(path)
     people = start["players"]
     if len(people) != 2:
@@ -125,7 +123,6 @@ def check(players: np.ndarray, number: np.ndarray) -> None:
 
 
 def _column(struct: Any, *path: str) -> np.ndarray:
-    """A nested field as an array."""
     for name in path:
         struct = struct.field(name)
     return struct.to_numpy(zero_copy_only=False)

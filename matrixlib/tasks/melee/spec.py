@@ -147,8 +147,6 @@ that paired as here."""
 
 
 class MeleeSpec(TaskSpec[MeleeConfig]):
-    """Players' controllers, frame by frame."""
-
     name, demo = "melee", "melee_demo"
     config, layout = MeleeConfig, LAYOUT
     objective_options = ("loss.",)

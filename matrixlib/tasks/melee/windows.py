@@ -260,8 +260,7 @@ def figures(batch: Batch) -> dict[str, Any]:
 def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Batch:
     """Rows (B,) of LAYOUT to training windows, at random starts and delays, mirrored and with noise.
 
-    Returns the arrays of `inputs`, `choices` u1 (B, T, 13), the targets, and `valid` u1 (B, T), 0 beyond the end of a
-    game.
+    Returns the arrays of `inputs`, `choices` u1 (B, T, 13), the targets, and `valid` u1 (B, T), 0 beyond the game.
     """
     records = batch["records"]
     draws = [rng.random(len(records)) for _ in range(4)]
@@ -286,8 +285,7 @@ def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Ba
 
 
 def plain(batch: Batch, data: MeleeDataConfig) -> Batch:
-    """The same for all own frames of each row, whatever the training window, with the smallest delay and nothing
-    random."""
+    """The same for all own frames of each row, whatever the training window, with the smallest delay, not random."""
     start = np.zeros(len(batch["records"]), np.int64)
     return arrays(cut(batch, start, start + data.delay[0], OWN))
 
@@ -298,8 +296,7 @@ def arrays(scene: np.ndarray) -> Batch:
 
 
 def cut(batch: Batch, start: np.ndarray, delay: np.ndarray, frames: int) -> np.ndarray:
-    """SCENE (B, frames): windows that start at frame `start` (B,) of each row. Beyond the end of a row its last frame
-    repeats."""
+    """SCENE (B, frames): windows from frame `start` (B,) of each row on. Beyond its end its last frame repeats."""
     offset, records, scene = batch["frame_offset"], batch["records"], blank(len(start), frames)
     last = offset[1:, None] - 1
     at = (offset[:-1] + start)[:, None] + np.arange(frames)

@@ -173,8 +173,6 @@ class TicTacToeLossConfig(Section):
 
 
 class TicTacToeConfig(Config):
-    """Configuration of a tic-tac-toe run."""
-
     task: Literal["tictactoe"]
     data: TicTacToeDataConfig = TicTacToeDataConfig()
     curriculum: SourceCurriculumConfig = SourceCurriculumConfig()
@@ -192,7 +190,6 @@ class TicTacToeNet(nn.Module):
         self.policy, self.value = nn.Linear(config.width, SQUARES), nn.Linear(config.width, 3)
 
     def edges(self) -> list[nn.Module]:
-        """Input and output layers."""
         return [self.stem, self.policy, self.value]
 
     def forward(self, squares: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +247,6 @@ class TicTacToeTask(Ungated):
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms and their metrics."""
         policy, value = model(batch["squares"])
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
@@ -315,13 +311,10 @@ def value_loss(logits: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TicTacToeGameSpec(GameSpec):
-    """Tic-tac-toe as a game of self-play."""
-
     ending, solved = ".txt", True
     game = TicTacToe()
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Rows:
-        """Fully searched positions with the search's policy."""
         parts = [np.empty(0, RECORD)]
         for trace in traces:
             records, result = np.zeros(len(trace.states), RECORD), trace.results()
@@ -367,8 +360,6 @@ class TicTacToeGameSpec(GameSpec):
 
 
 class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
-    """Self-play positions."""
-
     name = "tictactoe"
     config = TicTacToeConfig
     layout = LAYOUT

@@ -92,7 +92,6 @@ class Session:
         self.simulations, self.seconds = simulations, seconds
 
     def new_game(self, start: str = "", side: str = "white") -> None:
-        """Start a new game, from any position."""
         if side not in SIDES:
             raise ValueError(f"side must be white or black, not '{side}'")
         board = protocol.read_position(start or "startpos")
@@ -133,8 +132,7 @@ class Session:
         self.board.push(protocol.legal_move(self.board, uci))
 
     def think(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Search the position, reusing the tree of the previous move, and store the result in `evaluation`; None if
-        stopped."""
+        """Search the position, reusing the previous tree, and store the result in `evaluation`; None if stopped."""
         if self.over:
             raise ValueError("the game is over: nothing to search")
         evaluation, ply = self.evaluation, self.ply

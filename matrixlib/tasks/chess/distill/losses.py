@@ -65,9 +65,7 @@ def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> 
 
 
 def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """KL(teacher || student) of win-draw-loss: logits (B, 3), teacher probabilities (B, 3). Metric: `accuracy` (equal
-    likeliest classes).
-    """
+    """KL(teacher || student) of logits (B, 3), probabilities (B, 3). Metric: `accuracy` (equal likeliest classes)."""
     log_p = logits.float().log_softmax(1)
     same = log_p.argmax(1) == teacher.argmax(1)
     return sums(-(teacher * log_p).sum(1) - entropy(teacher), rows, {"accuracy": same})
@@ -75,8 +73,7 @@ def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sum
 
 def block_pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
     """(student block, teacher block) pairs: `teacher.layers`, or every student block at equal relative depth. own,
-    theirs: numbers of blocks. ValueError for a block that does not exist.
-    """
+    theirs: numbers of blocks. ValueError for a block that does not exist."""
     layers = config.layers or tuple((block, max((block + 1) * theirs // own - 1, 0)) for block in range(own))
     for place, (name, count) in enumerate((("the student", own), ("the teacher", theirs))):
         if wrong := [pair[place] for pair in layers if pair[place] >= count] or [0] * (count == 0):
@@ -86,9 +83,7 @@ def block_pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[
 
 def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
     """1 - `linear_cka`, mean over the pairs of blocks, summed over the rows in groups of CKA_ROWS. rows: mask (B,).
-
-    Additive over micro-batches whose sizes are multiples of CKA_ROWS.
-    """
+    Additive over micro-batches whose sizes are multiples of CKA_ROWS."""
     total = torch.zeros((), device=rows.device)
     for start in range(0, len(rows), CKA_ROWS):
         part = slice(start, start + CKA_ROWS)
@@ -99,8 +94,7 @@ def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) 
 
 def linear_cka(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """Linear CKA in [0, 1] of features (B, C, S) and (B, D, S) over the samples of the mask `rows` (B,)
-    (Kornblith et al. 2019, arXiv:1905.00414). Invariant to rotation and scaling, so widths may differ.
-    """
+    (Kornblith et al. 2019, arXiv:1905.00414). Invariant to rotation and scaling, so widths may differ."""
     x, y = _samples(x, rows), _samples(y, rows)
     spread = (x.T @ x).norm() * (y.T @ y).norm()
     return (x.T @ y).square().sum() / spread.clamp(min=MIN_NORM)
@@ -117,9 +111,7 @@ def _samples(features: Tensor, rows: Tensor) -> Tensor:
 
 class LearnedTemperature(SGDParameters):
     """Adversarial temperature T = 1 + 4 sigmoid(raw) by gradient reversal (CTKD, Li et al. 2022, arXiv:2211.16231).
-
-    Trained by SGD: Adam would cancel the factor of the reversed gradient.
-    """
+    Trained by SGD: Adam would cancel the factor of the reversed gradient."""
 
     def __init__(self, initial: float, rate: float) -> None:
         super().__init__()
@@ -161,8 +153,7 @@ def pack_outputs(log_p: np.ndarray, wdl: np.ndarray, index: np.ndarray) -> np.nd
 
 def unpack_outputs(batch: Batch) -> Batch:
     """The batch with `policy_teacher` (K,) float32, log-probabilities of the moves `policy_index`, from its `sidecar`
-    (B,) RECORD if present. Moves beyond KEPT_MOVES share the rest equally.
-    """
+    (B,) RECORD if present. Moves beyond KEPT_MOVES share the rest equally."""
     if "sidecar" not in batch:
         return batch
     rows, offset = batch["sidecar"], batch["policy_offset"]

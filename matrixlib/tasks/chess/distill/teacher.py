@@ -1,7 +1,6 @@
 """The teacher: a frozen network, evaluated on every batch, or once on all data with cached outputs.
 
-The cache is a sidecar file per shard in shard format: rows `losses.RECORD`, block checksums, the SHA-256 of shard and
-teacher.
+The cache is a sidecar file per shard in shard format: rows `losses.RECORD`, the SHA-256 of shard and teacher.
 """
 
 from collections.abc import Mapping, Sequence
@@ -102,8 +101,7 @@ class ChessTeacher:
 
 def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
     """Sidecar files of these shards in the data set's folder; missing and outdated ones are computed. ValueError if
-    they cannot be written, ShardError for a shard that differs from the catalogue.
-    """
+    they cannot be written, ShardError for a shard that differs from the catalogue."""
     if any(row.remote for row in shards):
         raise ValueError("cached teacher outputs need local shards: set teacher.cache to false, or copy the data set")
     own = folder / f"teacher-{teacher.sha256[:16]}"

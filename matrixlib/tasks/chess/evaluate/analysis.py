@@ -21,8 +21,7 @@ from matrixlib.tasks.spec import Check
 
 
 def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
-    """Evaluate and search a position (see `Net.evaluate`); a third occurrence is searched like a second. ValueError for
-    an invalid position and a finished game."""
+    """Evaluate and search a position; a third occurrence as a second. ValueError if invalid, or the game is over."""
     board = read_position(position)
     game = ChessGame()
     claim = board.is_repetition(3) and not board.is_fivefold_repetition()

@@ -104,8 +104,7 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
 def calibration(
     probability: np.ndarray, truth: np.ndarray, edges: Sequence[float] = tuple(np.arange(1, 10) / 10)
 ) -> pd.DataFrame:
-    """A row per non-empty bin: mean predicted `probability`, observed `share`, `count`. truth: (N,) outcomes, or their
-    probabilities."""
+    """A row per non-empty bin: mean predicted `probability`, observed `share`, `count`. truth: (N,), in [0, 1]."""
     groups = pd.DataFrame({"probability": probability, "share": truth}).groupby(np.digitize(probability, edges))
     return groups.mean().assign(count=groups.size()).reset_index(drop=True)
 
@@ -152,8 +151,7 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
 
 
 def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
-    """Pearson correlations (B,) of rows (B, L) over the mask `among`; nan below MIN_MOVES entries or without
-    variance."""
+    """Pearson correlations (B,) of rows (B, L) over the mask `among`; nan below MIN_MOVES entries or variance 0."""
     among = np.ones(x.shape, bool) if among is None else among
     count = among.sum(1)
     x, y = (np.where(among, side, 0).astype(np.float64) for side in (x, y))

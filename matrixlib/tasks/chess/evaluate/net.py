@@ -81,7 +81,6 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """The network's evaluation in one line."""
         side = "White" if self.board.turn else "Black"
         chances = "" if self.wdl is None else "win {:.0%}, draw {:.0%}, loss {:.0%}; ".format(*self.wdl)
         return f"{side} to move, {self.value:+.2f}: {chances}{self._words(self.moves) or 'the game is over'}"
@@ -113,8 +112,6 @@ class Evaluation:
 
 
 class Net(Network):
-    """A chess network for inference."""
-
     task: ChessTask
 
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
@@ -156,8 +153,7 @@ class Net(Network):
     def attention(self, board: chess.Board) -> np.ndarray:
         """Attention weights (blocks, heads, 64, 64) of a position: what each square (axis 2) looks at (axis 3), sums 1.
 
-        Squares are python-chess's of the real board, a1 = 0, though the network may see it upside down. ValueError for
-        a network without attention blocks.
+        Squares are python-chess's of the real board, a1 = 0. ValueError for a network without attention blocks.
         """
         blocks = [block for block in self.model.modules() if isinstance(block, AttentionBlock)]
         if not blocks:

@@ -122,8 +122,7 @@ def moves(encoding: str) -> list[str]:
 def export(net: Net, path: Path | str) -> onnx.OnnxFile:
     """Export a chess network as ONNX, see `ChessOnnx`, with planes and moves described in the metadata.
 
-    Verified on held-out positions of the sample set. ValueError for Lc0 networks and ONNX files; other errors as in
-    `engine.onnx.export`.
+    Verified on held-out positions. ValueError for Lc0 networks and ONNX files; others as in `engine.onnx.export`.
     """
     if net.task.config.model.encoding == "lc0" or isinstance(net.model, _OnnxModel):
         raise ValueError("networks of Lc0 or ONNX files are not written as ONNX: use their own file (`save_lc0`)")
@@ -197,8 +196,7 @@ def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
 
 
 def backends(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
-    """The network on every inference backend, by a name that ends with the dtype. On the CPU with the extra `onnx` also
-    through ONNX files in `folder`."""
+    """The network on every backend, by a name that ends with the dtype; on the CPU also as ONNX files in `folder`."""
     nets = {}
     for name, serving in {"torch": None, "compiled": runtimes.serving(net.runtime.device, compiled)}.items():
         for dtype in ("fp32", "bf16") if serving is None or compiled else ():

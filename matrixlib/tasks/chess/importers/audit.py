@@ -173,7 +173,6 @@ def _eligible(
 
 
 def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame:
-    """Records of a shard as rows of `sample`."""
     offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
     boards = [to_board(record) for record in batch["records"]]
     found = position_statistics(batch)

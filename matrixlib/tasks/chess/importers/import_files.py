@@ -39,11 +39,9 @@ NESTED = (".tar.zst", *(f"{kind}{ending}" for kind in (".tgz", ".npz") for endin
 def import_files(
     paths: Path | str | Iterable[Path | str], folder: Path | str, reader: Reader | None = None, **options: Any
 ) -> ImportReport:
-    """Import files into a folder of shards, created if missing; skips what was imported. A folder of one format (Lc0
-    games) counts as one file.
+    """Import files into a folder of shards; skips what was imported. A folder of one format (Lc0 games) is one file.
 
-    reader: default by extension. options: of `data.imports.import_each`. ValueError for a file that cannot be imported,
-    ImportStopped if a worker died.
+    reader: default by extension. options: of `data.imports.import_each`. ValueError for a wrong file, ImportStopped.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     jobs = [(path, reader_of(path, reader)) for path in files]
@@ -58,8 +56,7 @@ def import_listed(
     """Import files and folders, separated by commas; returns the reports. See `import_files`.
 
     kind: `auto` or a source (pgn, epd, ...). repair: replace a PGN result that contradicts the board. workers: 0 for
-    one per core. limit: 0 for none. All paths are checked first. ValueError for one that cannot be imported and an
-    unknown kind.
+    one per core. limit: 0 for none. All paths are checked first. ValueError for a wrong path or kind.
     """
     readers = {reader().source: reader for reader in KINDS.values()}
     if kind != "auto" and kind not in readers:
@@ -88,8 +85,7 @@ def data_folder(folder: str, paths: str) -> Path:
 
 
 def reader_of(path: Path, reader: Reader | None = None) -> Reader:
-    """The reader of a file by its extension, of a folder by its first file, unless given; ValueError for a file that
-    cannot be imported."""
+    """The given reader, or that of a file's extension, of a folder's first file; ValueError for a wrong file."""
     if not os.path.exists(path):
         raise ValueError(f"{path}: no such file")
     files = files_of(path)

@@ -202,8 +202,7 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
 def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
     """Records (N,) of FENs with four to six fields, and the fault of each ("" for none).
 
-    An invalid FEN gives an empty board. Castling rights without king and rook at home and en-passant squares without a
-    legal capture are dropped.
+    An invalid FEN gives an empty board. Impossible castling rights and en-passant squares are dropped.
     """
     records = empty_records(len(fens), source)
     records["pieces"] = EMPTY | EMPTY << 4
@@ -273,7 +272,6 @@ class LegalMoves:
 
 
 def legal_moves(records: Records) -> LegalMoves:
-    """Legal moves of records (N,)."""
     return LegalMoves(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
 
 

@@ -69,7 +69,6 @@ REMARKS = b"{;($)%"  # first bytes of lines that continue a game after its resul
 
 
 def decode_text(data: bytes) -> str:
-    """Decode as UTF-8, else Latin-1."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -131,10 +130,8 @@ def _outside(line: bytes, inside: bool) -> tuple[bytes, bool]:
 
 
 def main_line(text: bytes) -> tuple[list[bytes], str]:
-    """Words of move text without comments and variations, and its fault ("" for none).
-
-    Evaluations in comments become words: "%" and the number.
-    """
+    """Words of move text without comments and variations, and its fault ("" for none). Evaluations in comments become
+    words: "%" and the number."""
     if not MARKED.search(text):
         return text.split(), ""
     if not (text.startswith(b"%") or any(mark in text for mark in UNUSUAL)) and text.count(b"{") == text.count(b"}"):
@@ -261,8 +258,7 @@ def final_results(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True)
 class Pgn:
-    """PGN. repair: a result that contradicts the last position is replaced and counted as a warning; else the game goes
-    to quarantine."""
+    """PGN. repair: a result that contradicts the last position is replaced, with a warning; else it is quarantined."""
 
     source: ClassVar[str] = "pgn"
     repair: bool = False

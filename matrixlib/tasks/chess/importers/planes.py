@@ -106,7 +106,6 @@ V6 = np.dtype(
 ROOKS = np.array([1, 128, 1, 128], np.uint8)  # `castling` in standard chess: files a and h
 REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bit-reversed bytes
 
-
 _KINDS = np.arange(8)[:, None]
 _TURNED = np.arange(64) ^ np.where(_KINDS & FLIP, 7, 0) ^ np.where(_KINDS & MIRROR, 56, 0)
 TRANSFORMS = np.where(_KINDS & TRANSPOSE, (7 - _TURNED % 8) * 8 + 7 - _TURNED // 8, _TURNED)
@@ -159,8 +158,7 @@ def read_lc0_games(path: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Lc0:
-    """Lc0 training data version 6: .gz files of one game each, or .tar files of those. value: of the root or its best
-    move."""
+    """Lc0 training data version 6: .gz files of a game each, .tar of those. value: of the root or its best move."""
 
     source: ClassVar[str] = "lc0"
     value: Literal["root", "best"] = "root"

@@ -3,8 +3,6 @@
 python-chess's client labels half as many positions per second, because it parses every info line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -163,8 +161,7 @@ class Engine:
         self._ask(f"{''.join(commands)}isready", "readyok")
 
     def _ask(self, text: str, word: str, timeout: float | None = None) -> list[str]:
-        """Send a command and read lines up to the first that starts with `word`; on timeout the engine is killed, which
-        ends the blocking read."""
+        """Send a command, read lines up to the first that starts with `word`; on timeout the engine is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timeout, begun = timeout or self.timeout, time.monotonic()

@@ -45,8 +45,7 @@ class Label(NamedTuple):
 
 
 def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
-    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; by an engine with a limit
-    the visits of a search."""
+    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; with a limit by visits."""
     ours = board.copy(stack=False) if board.turn else board.mirror()
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")
@@ -72,8 +71,7 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
 def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:
     """Policy level of each move from shallow scores of all and deep scores of the best moves.
 
-    Other moves are at least DEEP_MARGIN worse than the last deep line; otherwise a blunder that only the shallow search
-    likes would keep its weight.
+    Others are at least DEEP_MARGIN worse than the last deep line, lest a blunder of the shallow search keeps weight.
     """
     deeper = dict(zip(deep, to_centipawns(np.array(list(deep.values()))).tolist(), strict=True))
     last = min(deeper.values()) - DEEP_MARGIN

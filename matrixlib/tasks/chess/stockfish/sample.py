@@ -9,7 +9,6 @@ import json
 import lzma
 import multiprocessing
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -29,26 +28,16 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, read_info, select, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.records import (
-    LAYOUT,
-    RECORD,
-    SHARD_RECORDS,
-    UNKNOWN,
-    game_id,
-    in_validation,
-    piece_classes,
-    position_keys,
-)
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, SHARD_RECORDS, UNKNOWN, game_id, in_validation, position_keys
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.labels import RULES, Positions, assemble, label
-from matrixlib.tasks.shipped import unpack, write_shipped
+from matrixlib.tasks.shipped import unpack
 
 WORK_FORMAT = 2  # of the work folder and the packing
 # One game per line: number, result, ending, PGN, positions (FEN, repetition, win-draw-loss, levels)
 GAMES_FILE = "games.jsonl"
 FACTS_FILE = "generator.json"
 SAMPLE = Path(__file__).parent.parent / "sample"
-DATA_FILE = "sample.npz.xz"
 _SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class -> class of the other colour
 RESULTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2", 2: "*"}
 
@@ -166,7 +155,6 @@ def generate(
 
 
 def _play(job: tuple[Path | str | None, Parameters, range]) -> bytes:
-    """Worker: games as lines of `games.jsonl`."""
     stockfish, parameters, numbers = job
     with Stockfish(stockfish) as engine:
         return b"".join(json.dumps(make_game(engine, it, parameters)).encode() + b"\n" for it in numbers)
@@ -335,8 +323,7 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
 def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
     """Pack the finished games of `work` into shards in `out`, and write them to `games.pgn` in `work`.
 
-    Returns the numbers of shards, of positions per split and of duplicates. ValueError for an empty or damaged work
-    folder, and if `out` holds shards.
+    Returns counts of shards, positions per split, duplicates. ValueError for a bad work folder, or shards in `out`.
     """
     work = Path(work)
     positions, duplicates = collect(work)
@@ -356,30 +343,11 @@ def reorient(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
     return boards.reshape(-1, 64)
 
 
-def encode(positions: Positions) -> bytes:
-    """Compress positions, deterministically. Boards are in real colours, which repeat within a game; policy levels need
-    no indices, as the legal moves follow from the board."""
-    records = positions.records
-    pieces, black = records["pieces"], records["side"] == 1
-    first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
-    columns = {
-        "squares": reorient(piece_classes(pieces), black),
-        **{name: records[name] for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result")},
-        "ply_step": np.diff(records["ply"].astype("<i2"), prepend=np.array([0], "<i2")),
-        "source": records["source"],
-        "game": records["game"][first],
-        "game_first": first.astype("<u4"),
-        "win": positions.per_mille[:, 0],
-        "loss": positions.per_mille[:, 2],
-        "level": positions.level,
-    }
-    plain = io.BytesIO()
-    np.savez(plain, **columns)  # type: ignore[arg-type]
-    return lzma.compress(plain.getvalue(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
-
-
 def decode(data: bytes) -> Positions:
-    """Inverse of `encode`, for trusted bytes: the caller checks their checksum."""
+    """Positions of the shipped bytes (tests/shipping.py makes them), which it trusts: the caller checks their checksum.
+
+    Boards are in real colours, which repeat within a game; policy levels need no indices, as the legal moves follow.
+    """
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as columns:
         column = {name: columns[name] for name in columns.files}
     n = len(column["side"])
@@ -394,21 +362,6 @@ def decode(data: bytes) -> Positions:
     return Positions(records, np.stack([win, 1000 - win - loss, loss], axis=1), column["level"])
 
 
-def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Make the shipped sample set from a work folder (minutes); returns its manifest."""
-    positions, _ = collect(Path(work))
-    meta = provenance(Path(work))
-    data = encode(positions)
-    with tempfile.TemporaryDirectory() as scratch:
-        infos = write_splits(Path(scratch), assemble(decode(data)), meta)
-    facts = {"positions": len(positions.records), "games": len(np.unique(positions.records["game"]))}
-    return write_shipped(folder, DATA_FILE, data, facts, meta, infos)
-
-
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
     """Folder of the sample set's unpacked shards, see `shipped.unpack`."""
-    return unpack(folder, "sample", _write, cache)
-
-
-def _write(folder: Path, data: bytes, meta: dict[str, Any]) -> None:
-    write_splits(folder, assemble(decode(data)), meta)
+    return unpack(folder, "sample", lambda to, data, meta: write_splits(to, assemble(decode(data)), meta), cache)

@@ -51,8 +51,7 @@ def ranking(result: SearchResult) -> list[int]:
 
 
 def read_lines(descriptor: int, lines: Lines) -> None:
-    """Queue the lines of a file descriptor, then None. A buffered file would hold its lock while waiting, which breaks
-    the interpreter's exit."""
+    """Queue the lines of a file descriptor, then None. A buffered file's lock would break the interpreter's exit."""
     rest = b""
     while data := os.read(descriptor, 1 << 16):
         *whole, rest = (rest + data).split(b"\n")
@@ -244,7 +243,6 @@ class Engine:
         self.send(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
 
     def _report(self, search: GameSearch, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
-        """Send one info line per variation."""
         for rank, row in enumerate(ranking(result)[: self._integer("MultiPV")], start=1):
             value = float(result.value if np.isnan(result.values[row]) else result.values[row])
             score = protocol.score_text(value, int(result.plies[row]))

@@ -112,8 +112,7 @@ def parse_go(words: Sequence[str]) -> Go:
 
 
 def read_position(text: str) -> chess.Board:
-    """Parse `startpos`, `fen <FEN>` or a bare FEN, optionally followed by `moves ...`; ValueError for an illegal
-    position or move."""
+    """Parse `startpos`, `fen <FEN>` or a bare FEN, then optionally `moves ...`; ValueError for what is illegal."""
     start, _, moves = text.partition("moves")
     start = start.strip()
     board = chess.Board() if start == "startpos" else parse_fen(start.removeprefix("fen").strip())
