@@ -21,6 +21,7 @@ from toy_task import Compiled, Hungry, Scaled, ToyData, ToySource, ToyTask, toy_
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
+from matrixlib.engine import diagnostics
 from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
@@ -348,6 +349,68 @@ def test_first_losses_are_compared_with_chance_and_gradients_looked_at(tmp_path:
     _, (first,) = train(tmp_path / "bad", 1, task=task, model=model)
     assert first.messages[0] == "first update: no gradient: orphan.weight, orphan.bias"
     assert any("class loss" in message and "chance level is 1.0986" in message for message in first.messages)
+
+
+class Seldom(nn.Module):
+    """ToyTask's network with a parameter that nothing depends on, and one that few batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.dead, self.rare = (
+            ToyTask().build_model(),
+            nn.Parameter(torch.ones(1)),
+            nn.Parameter(torch.ones(1)),
+        )
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.passes += self.training
+        out = self.net(x)
+        return out | {"plane": out["plane"] + 0 * self.dead + (self.passes == 8) * self.rare}
+
+
+def test_a_parameter_is_dead_that_no_row_uses_and_not_one_that_few_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnostics, "DEAD_ROWS", 100)
+    trainer, stats = train(tmp_path, model=Seldom(), source=ToySource(20))
+    assert {"dead", "rare"} <= set(trainer.gradients.zero)
+    told = {one.step: [text for text in one.messages if "gradient" in text] for one in stats}
+    assert [step for step, texts in told.items() if texts] == [5], "no sooner than after so many rows"
+    assert told[5] == ["dead in the first 100 rows, an all-zero gradient: dead; look at initialisation and loss"]
+
+
+def test_a_match_that_fails_costs_the_match_and_no_update(tmp_path: Path) -> None:
+    """Also one that is interrupted: the update is completed and saved."""
+    figures = {"elo": 1.0, "low": 0.0, "high": 2.0, "score": 0.5, "games": 2.0}
+
+    def match(model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
+        if step == 4:
+            raise torch.OutOfMemoryError("no memory for 2 GiB\nmore")
+        if step == 6:
+            raise KeyboardInterrupt
+        return figures if step else None
+
+    sections = {"validation": {"strength": {"every": 2}}, "train": {"statistics_interval": 2}}
+    config = settings(**sections, checkpoint={"interval": 100})
+    trainer = build(tmp_path / "run", config=config, strength=match)
+    with pytest.raises(KeyboardInterrupt):
+        list(trainer.train())
+    trainer.checkpoints.join()
+    assert (trainer.step, trainer.checkpoints.newest().step) == (6, 6)
+    rows = history(tmp_path / "run")
+    assert {row["step"]: row.get("strength") for row in rows} == {1: None, 2: figures} | dict.fromkeys(range(3, 7))
+    assert [row["step"] for row in rows if "match" in row.get("events", {})] == [4, 6]
+    assert "no match: OutOfMemoryError: no memory for 2 GiB" in trainer.messages
+    after, _ = train(tmp_path / "run", config=config, strength=match)
+    whole, _ = train(tmp_path / "plain")
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(after).items())
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("the first weights cannot be kept")
+
+    with pytest.raises(RuntimeError, match="the first weights"):
+        train(tmp_path / "none", config=config, strength=broken)
 
 
 def test_validation_uses_the_averaged_weights_and_gives_the_raw_ones_back(tmp_path: Path) -> None:
