@@ -385,7 +385,6 @@ def test_rows_come_with_the_rows_before_them_in_their_shard(tmp_path: Path, limi
 
 
 def test_looking_at_records_reads_no_rows_before_them_and_no_targets(tmp_path: Path) -> None:
-    """Of the rows that batches have: those of damaged blocks are replaced."""
     count = BLOCK + 900
     write_shard(tmp_path / "a.npz", LAYOUT, toy_batch(count, longest=600), META)
     rows = Catalogue(tmp_path).shards()

@@ -369,7 +369,6 @@ def test_a_parameter_is_dead_that_no_row_uses_and_not_one_that_few_use(
 
 
 def test_a_match_that_fails_costs_the_match_and_no_update(tmp_path: Path) -> None:
-    """Also one that is interrupted: the update is completed and saved."""
     figures = {"elo": 1.0, "low": 0.0, "high": 2.0, "score": 0.5, "games": 2.0}
 
     def match(model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
