@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import time
 from contextlib import closing
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from cells import run_notebook
 from filelock import FileLock
 from safetensors.torch import load_file
 
@@ -78,6 +80,21 @@ def opened(whole: Path, monkeypatch: pytest.MonkeyPatch) -> cycle.Cycle:
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
     return tmp_path
+
+
+def test_cycles_are_compared_by_their_last_networks(whole: Path, reports: Path) -> None:
+    for name in ("c", "c-001", "c-002"):
+        for copy in (name, name.replace("c", "d")):
+            shutil.copytree(whole / name, reports / copy)
+    text = run_notebook("cycle", device="cpu", cycle="c", overrides=TINY, against="d").text
+    (own, other) = (re.search(rf"^\d +{name} +(.+)$", text, re.MULTILINE)[1].split() for name in "cd")
+    assert other[: len(own)] == own
+    assert " ".join(other[len(own) :]).startswith("+0.0 Elo ["), "the same network on both sides"
+    path = reports / "d" / "cycle.yaml"
+    path.write_text(path.read_text().replace("task: chess", "task: x:y"))
+    for name in ("d", "c-001", "../c"):
+        with pytest.raises(ValueError, match=f"against: '{name}' is no cycle of the task chess"):
+            run_notebook("cycle", device="cpu", cycle="c", overrides=TINY, against=name)
 
 
 class Script:

@@ -42,6 +42,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "ALONE_SECONDS", 0)
 
 
+def test_a_reader_that_miscounts_is_an_error_and_no_assertion() -> None:
+    games = Pgn().read(Part(3, 0, b"1. e4 e5 *\n", "a.pgn"))
+    for entries, rows in ((2, games.rows), (1, games.rows + 1)):
+        with pytest.raises(
+            ValueError, match=f"a.pgn, part 3, is miscounted: {entries} entries, 1 accounted for, with 2"
+        ):
+            ParseResult(games.part).result(games.batch, entries, 1, rows)
+
+
 @pytest.fixture
 def matches(shared: Path) -> Path:
     return shared / "games" / "engine_matches.pgn"

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from itertools import islice, pairwise
@@ -381,6 +382,20 @@ def test_rows_come_with_the_rows_before_them_in_their_shard(tmp_path: Path, limi
     after = np.arange(N) == BLOCK  # alone, so that nothing else finds the damage before it
     (batch,) = open_loader(rows, prepare=lines, before=before).only(after).sequential(1)
     assert batch["row"].tolist() == [[BLOCK, *[0] * before]]
+
+
+def test_looking_at_records_reads_no_rows_before_them_and_no_targets(tmp_path: Path) -> None:
+    count = BLOCK + 900
+    write_shard(tmp_path / "a.npz", LAYOUT, toy_batch(count, longest=600), META)
+    rows = Catalogue(tmp_path).shards()
+    damage(tmp_path / "a.npz", BLOCK + 10)
+    loader = open_loader(rows, before=100)
+    tracemalloc.start()
+    found = loader.of_records(lambda records: records["row"])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.tolist() == [*range(BLOCK), *range(900)]
+    assert peak < 300 * count, "a row has 15 bytes, 1,200 of targets, and 1,500 before it"
 
 
 def test_nothing_sound_left(tmp_path: Path) -> None:

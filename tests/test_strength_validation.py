@@ -17,6 +17,7 @@ from matrixlib.files import read_json
 from matrixlib.runs import cycle, figures
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
+from matrixlib.runs.strength import StrengthMatch
 from matrixlib.tasks import load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -137,8 +138,9 @@ def test_an_engine_is_an_anchor_whose_failure_costs_a_match_and_not_the_training
     assert list(points(current.folder)) == [4, 10], "it is restarted for each match"
     (events,) = [row["events"] for row in metrics.read(current.folder / "metrics.jsonl") if row["step"] == 8]
     assert "match" in events
+    assert "Elo over the anchor" in read_json(current.folder / "summary.json")["evaluation"]
     (text,) = [str(one.message) for one in recwarn if "no match" in str(one.message)]
-    assert text.startswith(f"update 8: no match against '{engine} depth=3 Hash=8': no `bestmove` from First 1")
+    assert text.startswith("update 8: no match: EngineError: no `bestmove` from First 1")
     assert read_json(current.folder / "run.json")["anchor"] == {"name": matches["anchor"], "engine": "First 1 depth 3"}
     for other in ("", f"{engine} depth=3", "shipped"):
         changed = {"validation": {"strength": {**matches, "anchor": other}}, "train": {"steps": 12}}
@@ -148,6 +150,16 @@ def test_an_engine_is_an_anchor_whose_failure_costs_a_match_and_not_the_training
     with pytest.raises(RunError, match=r"validation\.strength\.anchor: no `bestmove` from First 1.*exit status 4"):
         train("ill", matches)
     assert not (reports / "ill").exists()
+
+
+def test_a_last_match_that_fails_leaves_no_elo_of_the_one_before(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play: Any = StrengthMatch.__call__
+    monkeypatch.setattr(StrengthMatch, "__call__", lambda *given: play(*given) if given[3] < 10 else [][0])
+    folder = train("late", {**MATCHES, "every": 5, "pairs": 1})
+    assert list(points(folder)) == [5]
+    assert "Elo over the anchor" not in read_json(folder / "summary.json")["evaluation"]
 
 
 def test_what_cannot_be_played_is_refused_at_once(reports: Path) -> None:

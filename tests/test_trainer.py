@@ -1,6 +1,7 @@
 """The training loop: exact resume, validation, best, stops, interrupts, checks at the start."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from toy_task import Compiled, Hungry, Scaled, ToyData, ToySource, ToyTask, toy_
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
+from matrixlib.engine import diagnostics
 from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
@@ -350,6 +352,48 @@ def test_first_losses_are_compared_with_chance_and_gradients_looked_at(tmp_path:
     assert any("class loss" in message and "chance level is 1.0986" in message for message in first.messages)
 
 
+def test_a_parameter_is_dead_that_no_row_uses_and_not_one_that_few_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnostics, "DEAD_ROWS", 100)
+    model, passes = ToyTask().build_model(), itertools.count()
+    model.dead, model.rare = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    model.plane.register_forward_hook(
+        lambda head, _, out: out + 0 * model.dead + (head.training and next(passes) == 8) * model.rare
+    )
+    trainer, stats = train(tmp_path, model=model)
+    assert {"dead", "rare"} <= set(trainer.gradients.zero)
+    told = {one.step: text for one in stats for text in one.messages if "gradient" in text}
+    text = "dead in the first 100 rows, an all-zero gradient: dead; look at initialisation and loss"
+    assert told == {5: text}, "no sooner than after so many rows"
+
+
+def test_a_match_that_fails_costs_the_match_and_no_update(tmp_path: Path) -> None:
+    figures = {"elo": 1.0, "low": 0.0, "high": 2.0, "score": 0.5, "games": 2.0}
+
+    def match(model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
+        if step == 4:
+            raise torch.OutOfMemoryError("no memory for 2 GiB\nmore")
+        if step == 6:
+            raise KeyboardInterrupt
+        return figures if step else None
+
+    sections = {"validation": {"strength": {"every": 2}}, "train": {"statistics_interval": 2}}
+    config = settings(**sections, checkpoint={"interval": 100})
+    trainer = build(tmp_path / "run", config=config, strength=match)
+    with pytest.raises(KeyboardInterrupt):
+        list(trainer.train())
+    trainer.checkpoints.join()
+    assert (trainer.step, trainer.checkpoints.newest().step) == (6, 6)
+    rows = history(tmp_path / "run")
+    assert {row["step"]: row.get("strength") for row in rows} == {1: None, 2: figures} | dict.fromkeys(range(3, 7))
+    assert [row["step"] for row in rows if "match" in row.get("events", {})] == [4, 6]
+    assert "no match: OutOfMemoryError: no memory for 2 GiB" in trainer.messages
+    after, _ = train(tmp_path / "run", config=config, strength=match)
+    whole, _ = train(tmp_path / "plain")
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(after).items())
+
+
 def test_validation_uses_the_averaged_weights_and_gives_the_raw_ones_back(tmp_path: Path) -> None:
     trainer, stats = train(tmp_path, 4, config=settings(validation={"interval": 4, "full_every": 1}))
     assert trainer.model.training
@@ -386,8 +430,10 @@ def test_early_stop_and_its_memory(tmp_path: Path) -> None:
 
 
 def test_target_loss_stops_or_is_refused_at_once(tmp_path: Path) -> None:
-    easy, stats = train(tmp_path / "easy", config=settings(validation={"target_loss": 100.0}))
+    config = settings(validation={"target_loss": 100.0, "strength": {"every": 4}})
+    easy, stats = train(tmp_path / "easy", config=config, strength=lambda model, step, beat: {"elo": step})
     assert stats[-1].step == 6  # the first full validation
+    assert [(one.step, one.strength) for one in stats if one.strength] == [(4, {"elo": 4}), (6, {"elo": 6})]
     assert "target loss" in easy.stop_reason
     hard = build(tmp_path / "hard", config=settings(validation={"target_loss": 0.004}))
     with pytest.raises(ValueError, match=r"0\.0050"):  # half of the noise's variance

@@ -88,7 +88,7 @@ class ParseResult:
         self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
 
     def result(self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None) -> Self:
-        """Finish. stored: by default the number of positions in the batch."""
+        """Finish. stored: by default the number of positions in the batch. ValueError if they do not add up."""
         positions = len(batch["records"])
         self.batch, self.entries, self.rows = batch, entries, rows
         self.part = replace(self.part, data=b"")  # workers need not send it back
@@ -96,8 +96,9 @@ class ParseResult:
         self.refused.sort(key=lambda entry: entry.entry)
         self.skipped, self.warned = +self.skipped, +self.warned
         counted = self.stored + len(self.refused) + self.skipped.total()
-        assert entries == counted, f"{entries} entries were read and {counted} are accounted for"
-        assert rows is None or (len(rows), rows.sum()) == (self.stored, positions), "rows of entries do not add up"
+        if entries != counted or (rows is not None and (len(rows), rows.sum()) != (self.stored, positions)):
+            found = f"{entries} entries, {counted} accounted for, with {positions} positions; mend the reader"
+            raise ValueError(f"{self.part.name or 'a file'}, part {self.part.number}, is miscounted: {found}")
         return self
 
 

@@ -247,7 +247,7 @@ class Loader:
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """(N, ...) results of `look` on the records of all rows, in order, in chunks."""
         parts = np.array_split(np.arange(self.count), -(-self.count // ROWS_AT_ONCE))
-        return np.concatenate([look(self._reader.gather(part)["records"]) for part in parts])
+        return np.concatenate([look(self._reader.gather(part, records=True)["records"]) for part in parts])
 
     def of_sources(self) -> dict[str, np.ndarray]:
         """Source -> mask (N,) of its rows."""

@@ -200,26 +200,27 @@ class Reader:
         rows = int(self.start[number + 1] - self.start[number])
         return rows if block == WHOLE else max(0, min(BLOCK, rows - block * BLOCK))
 
-    def gather(self, rows: np.ndarray) -> Batch:
-        """Copies of rows (B,). LoaderError if no block is intact."""
+    def gather(self, rows: np.ndarray, records: bool = False) -> Batch:
+        """Copies of rows (B,); of their `records` alone if so wanted. LoaderError if no block is intact."""
         while True:
             blocks = np.searchsorted(self.first, rows, side="right") - 1
             sound = self._sound[blocks]
             size = self.first[sound + 1] - self.first[sound]
             actual = self.first[sound] + (rows - self.first[blocks]) % size
             try:
-                return self._read(actual, sound)
+                return self._read(actual, sound, records)
             except UnreadableRows as error:
                 start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
                 if error.block != WHOLE:
                     start, stop = start + error.block, start + error.block + 1
                 self._replace(slice(start, stop), (self.shards[error.shard].name, error.block, str(error)))
 
-    def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
+    def _read(self, rows: np.ndarray, blocks: np.ndarray, records: bool = False) -> Batch:
+        layout, before = (replace(self.layout, ragged={}), 0) if records else (self.layout, self._before)
         shards = self.shards_of(rows)
         self._close(shards)
         within = rows - self.first[blocks]
-        earlier = np.minimum(np.where(self._bad[blocks - 1], within, rows - self.start[shards]), self._before)
+        earlier = np.minimum(np.where(self._bad[blocks - 1], within, rows - self.start[shards]), before)
         used = np.append(blocks, blocks[earlier > within] - 1)
         for block in np.unique(used[~self._checked[used]]).tolist():
             i = int(self.shards_of(self.first[block]))
@@ -232,7 +233,7 @@ class Reader:
             self._resident += shard.bytes // shard.blocks
         self._touched.update(np.unique(shards).tolist())
         self._resident += len(rows) * ROW_BYTES
-        batch = gather(self._open, shards, rows - self.start[shards], self.layout, earlier, self._before)
+        batch = gather(self._open, shards, rows - self.start[shards], layout, earlier, before)
         self._release()
         if self._sidecars is not None:
             batch["sidecar"] = self._sidecars._read(rows, blocks)["records"]

@@ -28,7 +28,7 @@ from matrixlib.files import plain, utc_now, write_json
 from matrixlib.hardware.runtime import Runtime
 
 DEAD_DEVIATION = 1e-4  # of a smooth activation's unit, below which it is dead
-DEAD_ROWS = 4096  # rows needed to call a unit dead; with fewer, rare units would count
+DEAD_ROWS = 4096  # rows needed to call a unit or parameter dead; with fewer, rare ones would count
 RECTIFIERS = frozenset({"relu", "relu6"})  # dead if never above 0
 SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})  # dead if constant
 EVIDENCE_UPDATES = 16  # most updates whose records are kept, and metrics rows before them
@@ -46,6 +46,7 @@ def first_update(
     if report.missing and stats.losses.keys() != task.weights.keys():
         with unsharded(model):
             report = report._replace(missing=_cut_off(report.missing, task, model, batch, step.runtime))
+    report = report._replace(zero=())  # a batch may lack what uses them, such as a rare move: see `silent`
     texts = [f"first update: {report}"] * any(report) + texts * fresh  # pretrained weights are not at chance
     return gradients, initial, [Message(Event.FIRST_UPDATE, text, str(number)) for number, text in enumerate(texts)]
 
@@ -59,6 +60,16 @@ def _cut_off(missing: Sequence[str], task: Task, model: nn.Module, batch: Batch,
         total = torch.stack([output.float().nansum() for output in outputs.values()]).sum()
     gradients = torch.autograd.grad(total, [parameters[name] for name in missing], allow_unused=True)
     return tuple(name for name, gradient in zip(missing, gradients, strict=True) if gradient is None)
+
+
+def silent(model: nn.Module, names: Sequence[str], rows: int) -> tuple[tuple[str, ...], list[Message]]:
+    """Of these parameters without a gradient but zero, those that have none now, too; () and a warning of them after
+    `rows` rows of the run, if those are DEAD_ROWS or more."""
+    left = tuple(name for name in gradient_report(model).zero if name in names)
+    if not left or rows < DEAD_ROWS:
+        return left, []
+    text = f"dead in the first {rows:,} rows, an all-zero gradient: {listed(left)}; look at initialisation and loss"
+    return (), [Message(Event.DEAD_UNITS, text, "gradients")]
 
 
 def inspect(

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,14 +38,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(model, "_orig_mod", model))
 
 
-def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze these parts of a network in training mode, with norms' statistics. ValueError for an unknown part."""
+def freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Freeze these parts of a network in training mode, with norms' statistics. ValueError for an unknown part, or if
+    nothing is left."""
     for name in names:
         try:
             unwrap(model).get_submodule(name).requires_grad_(False).eval()
         except AttributeError as error:
             parts = ", ".join(part for part, _ in unwrap(model).named_children())
             raise ValueError(f"train.freeze: the network has no part '{name}'; its parts are {parts}") from error
+    if names and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("train.freeze leaves no trainable parameter: name fewer parts")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

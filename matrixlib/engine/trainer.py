@@ -17,14 +17,14 @@ from matrixlib.engine import diagnostics, optim
 from matrixlib.engine.averages import EvalWeights
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, CheckpointSchedule
 from matrixlib.engine.curriculum import Curriculum
-from matrixlib.engine.diagnostics import first_update, inspect, write_evidence
+from matrixlib.engine.diagnostics import first_update, inspect, silent, write_evidence
 from matrixlib.engine.distributed import LostRank, Ranks, newest
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.memory import Chunk, Monitor, first_line
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.parts import Parts
-from matrixlib.engine.signals import Signals, deferred
+from matrixlib.engine.signals import deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, Teacher
@@ -35,7 +35,7 @@ from matrixlib.hardware.runtime import Runtime
 MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100  # between memory checks, and between logged ones
 MESSAGES_OF_A_KIND = 20  # rate limit, in a run
 Hook = Callable[[Stats, Batch], None]
-Match = Callable[[nn.Module, int, Callable[[], None], list[Message]], dict[str, float] | None]
+Match = Callable[[nn.Module, int, Callable[[], None]], dict[str, float] | None]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Context:
     """What a trainer works with. folder: for heartbeat.json and evidence/. steps: updates of the whole run; epoch: of a
     pass over the training positions, 0 = unknown. state_extra: JSON data stored in every checkpoint. hooks: (function,
     every), called with stats and host batch every `every` updates; 0 = never. strength: (evaluation network, update,
-    beat to call now and then, messages to add to) -> elo, low, high, score, games of a match; at update 0 it gets the
-    first weights. ranks: rank 0 writes files."""
+    beat to call now and then) -> elo, low, high, score, games of a match; at update 0 it gets the first weights.
+    ranks: rank 0 writes files."""
 
     task: Task
     model: nn.Module
@@ -89,7 +89,7 @@ class Trainer:
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
         self._is_reporter = ranks.first or self._step.sharded  # whether this process takes part in validation
         self._cadence, self._saving = ValidationSchedule(config.validation), CheckpointSchedule(config.checkpoint)
-        self._norms = deque[float](maxlen=WINDOW)
+        self._norms, self._silent = deque[float](maxlen=WINDOW), tuple[str, ...]()  # for `silent`
         self._pace = Throughput(runtime.workers, runtime.prefetch, config.health.waiting_warning)
         self.peak: float | None = None
         self.step = self.micro_step = 0
@@ -174,10 +174,8 @@ class Trainer:
         if target := self.config.validation.target_loss:
             batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
             check_target_loss(target, self.task, batches, active, self.ranks)
-        size = (3 + (self.ema is not None)) * sum(
-            t.nbytes for t in self.model.state_dict().values()
-        )  # with optimizer state
-        self.checkpoints.require_room(size, self.steps)
+        size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        self.checkpoints.require_room((3 + (self.ema is not None)) * size, self.steps)  # with optimizer state
         return self._updates(stop)
 
     def _updates(self, stop: int | None) -> Generator[Stats]:
@@ -188,11 +186,11 @@ class Trainer:
         self.write_heartbeat("training", force=True)
         self._advance()
         # also around the caller's code: an interrupt there would close this generator before it is handled
-        with deferred() as signals:
-            yield from self._loop(self.steps if stop is None else min(stop, self.steps), signals)
+        with deferred() as self._signals:
+            yield from self._loop(self.steps if stop is None else min(stop, self.steps))
 
-    def _loop(self, last: int, signals: Signals) -> Iterator[Stats]:
-        source = self._open(last)
+    def _loop(self, last: int) -> Iterator[Stats]:
+        source, signals = self._open(last), self._signals
         try:
             while self.step < last and not self.stop_reason:
                 signals.agree(self.ranks)
@@ -212,7 +210,7 @@ class Trainer:
                 self.metrics.write({"step": self.step, "micro_step": self.micro_step, "extra": dict(self._extra)})
         except BaseException as error:
             if not isinstance(error, TrainingHalted):  # its state is useless
-                self._rescue(error, signals)
+                self._rescue(error)
             try:
                 self.write_heartbeat("stopped", force=True)
             except OSError as failed:  # a full disk, say, which may have ended the run
@@ -253,7 +251,10 @@ class Trainer:
         messages += [*health.warnings(stats), *self._check_memory()]
         if self.step == 1 and self._is_reporter:
             self.gradients, self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
-            stats, messages = replace(stats, initial=self.initial), messages + first
+            stats, messages, self._silent = replace(stats, initial=self.initial), messages + first, self.gradients.zero
+        elif self._silent and stats.action is Action.OK:
+            self._silent, found = silent(self.model, self._silent, self.step * self.config.train.batch_size)
+            messages += found
         if before and stats.action is Action.OK and self._is_reporter:
             figures, warnings = inspect(self._step, batch, before, self._held_out, self._norms)
             stats, messages = replace(stats, statistics=figures), messages + warnings
@@ -333,8 +334,7 @@ class Trainer:
 
     def _validate(self, messages: list[Message]) -> Validation | None:
         """Validate with the evaluation weights, if due and there is held-out data."""
-        kind = self._cadence.due(self.step, self.steps)
-        if kind is None:
+        if (kind := self._cadence.due(self.step, self.steps)) is None:
             return None
         active, alive = self._step.active - self._step.auxiliary_terms, partial(self.write_heartbeat, "validation")
         with self._step.clock.phase("validation"), self._eval_weights.applied(self._source):
@@ -356,14 +356,20 @@ class Trainer:
         return validation
 
     def _measure_strength(self, messages: list[Message]) -> dict[str, float] | None:
-        """Play the match of `validation.strength`, if due, on rank 0; nothing of the training changes."""
-        every = self.config.validation.strength.every
-        if not every or (self.step % every and self.step < self.steps):
+        """Play the match of `validation.strength`, if due, on rank 0; an error or interrupt costs the match alone."""
+        every, match, model = self.config.validation.strength.every, self.context.strength, None
+        if not every or (self.step % every and self.step < self.steps and not self.stop_reason):
             return None
         with self._step.clock.phase("strength"):
-            model, match = self.evaluation_model(), self.context.strength
-            beat = partial(self.write_heartbeat, "validation")
-            return None if model is None or match is None else match(model, self.step, beat, messages)
+            try:
+                if (model := self.evaluation_model()) is not None and match is not None:
+                    return match(model, self.step, partial(self.write_heartbeat, "validation"))
+            except (Exception, KeyboardInterrupt) as error:
+                if not self.step or (self._step.sharded and model is None):  # no first weights; ranks that wait
+                    raise
+                self._signals.interrupts += isinstance(error, KeyboardInterrupt)  # for after this update
+                messages.append(Message(Event.MATCH, f"no match: {type(error).__name__}: {first_line(error)}"))
+        return None
 
     # Phases, rollbacks and checkpoints
 
@@ -450,10 +456,8 @@ class Trainer:
         }
         assert not state.keys() & self.context.state_extra.keys(), "state_extra uses a name of the trainer's"
         self.metrics.sync()  # the log must not end before the checkpoint after a power loss
-        health = self._step.health
-        spare = None if health.steady else health.target(self.checkpoints.steps())
-        state = {**self.context.state_extra, **state}
-        path = self.checkpoints.save(self.step, tensors, state, best=best, spare=spare)
+        spare = None if self._step.health.steady else self._step.health.target(self.checkpoints.steps())
+        path = self.checkpoints.save(self.step, tensors, {**self.context.state_extra, **state}, best=best, spare=spare)
         self._saving.done(self.step)
         return path
 
@@ -470,7 +474,7 @@ class Trainer:
             with self._step.clock.phase("checkpoint"):
                 self.save(best=self._cadence.best if best else None)
 
-    def _rescue(self, error: BaseException, signals: Signals) -> None:
+    def _rescue(self, error: BaseException) -> None:
         """Save the consistent state before an early end; a failure to do so is added to the error."""
         try:
             self.checkpoints.join()
@@ -478,8 +482,7 @@ class Trainer:
             error.add_note(str(failed))
             self._saving.done(-1)
         try:
-            # sharded: the other ranks do not take part
-            if self._unsaved and (signals.agreed or not self._step.sharded):
+            if self._unsaved and (self._signals.agreed or not self._step.sharded):  # else other ranks take no part
                 self.save(renew=not isinstance(error, Exception))  # data or device may have failed
             self.checkpoints.join()
         except (CheckpointError, LostRank, OSError, RuntimeError) as failed:  # RuntimeError: a lost device

@@ -34,9 +34,9 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn
     net = spec.network(model, config, runtime)
     net.lesson = data.teacher.record if data.teacher is not None else {}
     figures = spec.evaluate(net, data.validation, data.catalogue)
-    if played := [row["strength"] for row in rows if "strength" in row]:
+    if played := rows[-1].get("strength"):  # earlier ones are not of the end
         names = {"elo": "Elo over the anchor", "low": "lower bound", "high": "upper bound"}
-        figures |= {text: played[-1][name] for name, text in names.items()}
+        figures |= {text: played[name] for name, text in names.items()}
     shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
     summary = {
         "complete": True,

@@ -347,7 +347,7 @@ def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
 def _open(
     folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks, processes: int, parts: Parts
 ) -> Run:
-    from matrixlib.engine import compiler, distributed
+    from matrixlib.engine import compiler, distributed, memory, optim
     from matrixlib.runs import start as starts
     from matrixlib.runs.strength import StrengthMatch
 
@@ -368,6 +368,8 @@ def _open(
         distributed.check_shardable(config, runtime, size)
     runtime.apply()
     task = spec.with_parts(spec.task(config), parts)
+    if config.train.freeze:  # refuse unknown parts before anything is written
+        optim.freeze(memory.fresh_model(task), config.train.freeze)
     start = starts.initial_weights(folder, config, task, record)  # fail on a wrong name first
     before = record.get("teacher", {})
     teacher = spec.teacher(config, runtime, before)

@@ -12,7 +12,6 @@ from matrixlib import files
 from matrixlib.engine.checkpoint import Checkpoints, host_copies
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import load_tensors, named_tensors
-from matrixlib.engine.stats import Event, Message
 from matrixlib.play.elo import rating
 from matrixlib.play.match import Choice, EngineError, Player, Turn, play_pairs, search_player
 from matrixlib.play.search import Evaluator, SearchOptions
@@ -49,12 +48,9 @@ class StrengthMatch:
         if not options.anchor and begun and not self._path.exists():
             raise RunError(self._lost())
 
-    def __call__(
-        self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None], messages: list[Message]
-    ) -> dict[str, float] | None:
-        """Elo of a frozen network with its 95 % interval, within 1,500, score and games; None and a message where an
-        engine, which is restarted for each match, fails. At step 0 the network is kept as the anchor, if there is no
-        other, and None returned."""
+    def __call__(self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
+        """Elo of a frozen network with its 95 % interval, within 1,500, score and games. An engine is restarted for
+        each match. At step 0 the network is kept as the anchor, if there is no other, and None returned."""
         options, starts, game = self._options, self._openings, self._game.game
         if step == 0:
             if not options.anchor:
@@ -67,12 +63,8 @@ class StrengthMatch:
             return own(turn)
 
         running = self._game.engine(options.anchor) or nullcontext(("", self._player(self._network(data))))
-        try:
-            with running as (_, other):
-                match = play_pairs(game, one, other, starts.states, options.plies, history=starts.history)
-        except EngineError as error:
-            messages.append(Message(Event.MATCH, f"no match against '{options.anchor}': {error}"))
-            return None
+        with running as (_, other):
+            match = play_pairs(game, one, other, starts.states, options.plies, history=starts.history)
         found = rating(match.pairs())
         elo, low, high = np.clip([found.elo, found.low, found.high], -MAX_ELO, MAX_ELO).tolist()
         return {"elo": elo, "low": low, "high": high, "score": found.score, "games": found.games}
