@@ -25,7 +25,7 @@ REPORTS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.option.nbval_current_env = True
     config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests" / "nbval.cfg")
-    warm.measure_once()
+    warm.spare_time()
 
 
 @pytest.hookimpl(wrapper=True)

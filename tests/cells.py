@@ -33,7 +33,7 @@ class Shown:
 
 def run_notebook(name: str, **parameters: Any) -> Shown:
     """Run every cell, with `parameters` over the notebook's own; an error is the caller's."""
-    out, values, pictures, failed = io.StringIO(), dict[str, Any](), 0, ""
+    out, values, pictures, failed = io.StringIO(), dict[str, Any](__name__="__main__"), 0, ""
     with contextlib.redirect_stdout(out), pd.option_context(*WHOLE, "display.expand_frame_repr", False):
         for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
             if cell.cell_type != "code":

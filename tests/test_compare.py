@@ -23,6 +23,7 @@ from matrixlib.tasks import load_config
 TINY: dict[str, Any] = {
     "model": {"channels": 8, "blocks": 0},
     "train": {"batch_size": 16},
+    "validation": {"limit": 256},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
 }
 PAIR = {"A": ("demo", TINY), "B": ("demo", TINY)}

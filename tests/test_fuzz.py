@@ -68,6 +68,7 @@ GAME = '[Event "x"]\n[Result "1-0"]\n\n1. e4 {[%eval 0.3]} e5 2. Qh5 Nc6 3. Bc4 
 PUZZLES = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl\n"
 PUZZLES += "1,6k1/4rppp/8/8/8/8/5PPP/3R2K1 b - - 0 1,e7a7 d1d8,900,80,90,100,short,u\n"
 LONGEST = 6000  # characters of a message: the nearest names, and the value
+parts = pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 20))])
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
@@ -160,7 +161,7 @@ def file_cases(root: Path) -> Iterator[tuple[Path, Callable[[], Any]]]:
     yield root / "mates.epd", lambda: read_epd(root / "mates.epd") and None
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 10))])
+@parts
 def test_a_damaged_file_is_named_or_of_no_consequence(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
@@ -169,7 +170,7 @@ def test_a_damaged_file_is_named_or_of_no_consequence(
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(root / "reports"))
     cases = list(file_cases(root))
     right = cases[0][1]()
-    for number in range(100 * part, 100 * (part + 1)):
+    for number in range(50 * part, 50 * (part + 1)):
         draw = random.Random(number)
         path, ask = draw.choice(cases)
         good = path.read_bytes()
@@ -208,14 +209,14 @@ def hostile_cases(net: Any, draw: random.Random) -> Callable[[], Any]:
     )
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 10))])
+@parts
 def test_a_hostile_request_is_refused_in_a_line_and_changes_nothing(
     made: Path, net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(made / "reports"))
     monkeypatch.chdir(tmp_path)
     before = contents(made / "reports" / "done")
-    for number in range(100 * part, 100 * (part + 1)):
+    for number in range(50 * part, 50 * (part + 1)):
         ask = hostile_cases(net, random.Random(number))
         try:
             answered(ask)
@@ -272,7 +273,7 @@ def folder_cases(root: Path) -> list[tuple[Callable[[], Any], tuple[str, ...], t
     ]
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 10))])
+@parts
 def test_a_damaged_sweep_or_cycle_is_named_and_what_else_there_is_stays(
     searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
@@ -280,7 +281,7 @@ def test_a_damaged_sweep_or_cycle_is_named_and_what_else_there_is_stays(
     shutil.copytree(searched, root)
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(root))
     good, cases = contents(root), folder_cases(root)
-    for number in range(60 * part, 60 * (part + 1)):
+    for number in range(30 * part, 30 * (part + 1)):
         draw = random.Random(number)
         ask, reads, writes = draw.choice(cases)
         name = draw.choice([name for name in sorted(good) if name.startswith(reads)])

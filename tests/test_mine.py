@@ -89,7 +89,7 @@ def test_what_cannot_be_learned_from_is_refused_before_anything_is_trained(
 def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, reports: Path, tmp_path: Path) -> None:
     games, file = shared / "games" / "engine_matches.pgn", tmp_path / "mine.pb.gz"
     maia = str(shared / "maia" / "maia-1100.pb.gz")
-    frozen = {"train": {"freeze": ["stem", "tower"]}, "runtime": {"precision": "fp32"}}
+    frozen = {"train": {"freeze": ["stem", "tower"]}, "runtime": {"precision": "fp32"}, "validation": {"interval": 20}}
     shown = run_notebook(
         "mine", pgn=str(games), player="Matrix0", network=maia, steps=40, device="cpu", overrides=frozen, lc0=str(file)
     )

@@ -127,7 +127,8 @@ def optimizer(groups):
     return torch.optim.RAdam(groups, decoupled_weight_decay=True)
 """
 TRAIN = """
-overrides = {"data": {"workers": 1}, "runtime": {"threads": 1, "precision": "fp32"}, "checkpoint": {"interval": 10}}
+overrides = {"data": {"workers": 1}, "runtime": {"threads": 1, "precision": "fp32"}, "checkpoint": {"interval": 10},
+             "validation": {"limit": 256}}
 run = matrixlib.open_run("demo", run=name, device="cpu", steps=40, overrides=overrides, heads=[Mobility()],
                          trunk=Trunk, losses={"value": value}, schedule=lambda step: 0.004 / (1 + step),
                          optimizer=optimizer)

@@ -81,7 +81,6 @@ def swept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
             write_json(folder / "summary.json", summary)
 
         monkeypatch.setattr(runs, "open_run", open_run)
-        monkeypatch.setattr(os, "fsync", lambda file: None)
         monkeypatch.setattr(fleet, "compute", lambda parts, **_: ((key, part()) for key, part in parts))
         options = {"steps": 12, "overrides": {"validation": {"interval": 1}}} | options
         return run_notebook("sweep", preset="demo", device="cpu", sweep=sweep, overrides=options), begun
@@ -237,7 +236,7 @@ def test_stopped_it_goes_on_to_the_same_table(swept: Any, reports: Path, method:
     options["space"] = {RATE: "log 1e-4..1e-1 in 3", "model.blocks": "0..1"}
     options["trials"] = {"grid": 0, "random": 6, "tpe": 13}[method]
     whole, _ = swept(by_rate, "whole", **options)
-    for stop in ("s-002-s1", "s-005-s0", "s-011-s0"):
+    for stop in ("s-002-s1", "s-011-s0" if method == "tpe" else "s-005-s0"):
         with suppress(KeyboardInterrupt):
             swept(by_rate, "s", stop, **options)
     again, begun = swept(by_rate, "s", **options)
