@@ -123,7 +123,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
         "empty": (b"", "no header"),
         "a length that is not there": (head + b"\x52\xff\xff\xff\xff\x7f", "bytes after its message"),
         "a number without an end": (head + b"\xff" * 12, "unterminated integer"),
-        "attention body": (made(network_format=3).replace(b"\x18\x03", b"\x18\x06", 1), "attention body"),
+        "attention body": (made(network_format=3).replace(b"\x18\x03", b"\x18\x06", 1), "without encoder"),
         "attention policy": (made(policy=3, parts={21: b""}), "encoders in its policy"),
         "another input": (made(inputs=3), "canonical planes"),
         "another encoding": (made(encoding=2), "encoding 2"),

@@ -6,13 +6,13 @@ Shapes: B positions, C trunk channels, 8 rows, 8 columns; row 0 is rank 1 of the
 rank 8 of White's board (`matrix0`), column 0 the a-file.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,11 +52,12 @@ def input_planes(config: ModelConfig) -> int:
 def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_HEADS, backward: bool = False) -> int:
     """FLOPs per position of the forward pass (and `backward` pass), a multiply-add being two: convolutions, linear
     layers, attention. planes: input planes. heads: as in `PolicyValueNet.forward`."""
-    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    shapes = {k: t.detach().to("meta").requires_grad_(backward and t.requires_grad) for k, t in tensors.items()}
+    tensors = (*net.parameters(), *net.buffers())
+    shapes = {id(t): t.detach().to("meta").requires_grad_(backward and t.requires_grad) for t in tensors}
+    net = copy.deepcopy(net, shapes)  # `functional_call` loses the weights of a module that is used twice
     # On the CPU the counter does not know fused attention
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-        out = functional_call(net, shapes, (torch.empty(1, planes, 8, 8, device="meta"), heads))
+        out = net(torch.empty(1, planes, 8, 8, device="meta"), heads)
         if backward:
             torch.stack([o.sum() for o in (*out.pop("ssl", {}).values(), *out.values())]).sum().backward()
     return int(counter.get_total_flops())
@@ -114,19 +115,19 @@ class AttentionPolicy(nn.Module):
 
 
 class Lc0AttentionPolicy(nn.Module):
-    """Lc0's attention policy: (B, C, 8, 8) -> fp32 logits (B, 1858). Promotions add key(to-square) . vector(piece)."""
+    """Lc0's attention policy: (B, 64, C) -> fp32 logits (B, 1858). Promotions add key(to-square) . vector(piece)."""
 
     place: Tensor
 
-    def __init__(self, channels: int, embedding: int, width: int) -> None:
+    def __init__(self, channels: int, embedding: int, width: int, activation: Any = F.selu) -> None:
         super().__init__()
-        self.embed = nn.Linear(channels, embedding)
+        self.embed, self.activation = nn.Linear(channels, embedding), activation
         self.query, self.key = nn.Linear(embedding, width), nn.Linear(embedding, width)
         self.pieces = nn.Linear(width, 4, bias=False)  # queen, rook, bishop, and what they have in common
         self.register_buffer("place", torch.from_numpy(attention_table()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        squares = F.selu(self.embed(x.flatten(2).transpose(1, 2)))
+        squares = self.activation(self.embed(x))
         key = self.key(squares)
         pairs = in_fp32(torch.matmul, self.query(squares) * key.shape[2] ** -0.5, key.transpose(1, 2))
         pieces = in_fp32(self.pieces, key[:, 56:])  # (B, 8 files, 4)
@@ -191,7 +192,7 @@ class PolicyHead(nn.Module):
             else:
                 logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
         elif self.lc0_attention:
-            logits = self.pairs(x)
+            logits = self.pairs(x.flatten(2).transpose(1, 2))
         elif self.kind == "attention":
             squares = (x.flip(2) if self.flip else x).flatten(2).transpose(1, 2)
             logits = self.pairs(squares, moves if self.logit_norm is None else None)

@@ -1,4 +1,4 @@
-"""Lc0's residual networks: their input planes, and the task to train and use them.
+"""Lc0's networks: their input planes, and the task to train and use them.
 
 Shapes: B positions, 8 rows (row 0 = rank 1 of the side to move), 8 columns (files); all eight boards are seen from the
 current side to move. No copies from the host.
@@ -12,16 +12,16 @@ import chess
 import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matrixlib.engine.task import Batch
 from matrixlib.play.game import Past
 from matrixlib.tasks.chess import losses
 from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.chess.lc0 import attention
 from matrixlib.tasks.chess.lc0.moves import slot_table
-from matrixlib.tasks.chess.lc0.weights import CLOCK_SCALE, read
-from matrixlib.tasks.chess.model import PolicyValueNet
+from matrixlib.tasks.chess.lc0.weights import CLOCK_SCALE, parse, unpack
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_maps, unpack_pieces
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import HISTORY_PLIES, ChessTask, device_table, packed_state
@@ -52,12 +52,13 @@ class Lc0Task(ChessTask):
         return torch.where(batch["policy_index"] != losses.PAD_INDEX, lc0_index(batch), losses.PAD_INDEX)
 
 
-def open_weights(path: Path | str) -> tuple[Lc0Task, PolicyValueNet]:
+def open_weights(path: Path | str) -> tuple[Lc0Task, nn.Module]:
     """Task and fp32 network on the CPU from a weight file; ValueError for a damaged or unsupported file."""
     try:
-        options, tensors = read(path)
+        net = unpack(path)
+        options, read = attention.build(net) or parse(net)
         task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
-        return task, task.network_with(tensors)
+        return task, read if isinstance(read, nn.Module) else task.network_with(read)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, RuntimeError) as error:

@@ -1,7 +1,7 @@
 """Lc0's weight files (`.pb.gz`), read and written: a gzipped protocol buffer `Net`, without generated code.
 
-Supported: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical, convolutional or
-attention policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays.
+Read here: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical, convolutional or attention
+policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays.
 Format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
@@ -33,15 +33,15 @@ POLICIES = {"dense": 1, "conv": 2, "attention": 3}
 ATTENTION = {"embed": 4, "query": 17, "key": 19}  # fields of the weights of its policy
 FORMATS = {  # name -> (field, supported values)
     "input": (1, (0, 1)),
-    "network": (3, (0, 1, 2, 3, 4)),  # with and without squeeze-and-excitation; 3 and 4 specify the heads
+    "network": (3, (0, 1, 2, 3, 4, 6, 7, 134)),  # residual, 3 and 4 with specified heads; then with attention bodies
     "policy": (4, (0, 1, 2, 3)),
     "value": (5, (0, 1, 2)),
     "activation": (7, (0, 1)),
+    **{name: (field, range(9)) for name, field in (("smolgen_activation", 8), ("ffn_activation", 9))},
+    "input_embedding": (10, (0, 1, 2)),
 }
 FORMAT_NAMES = {
     ("network", 5): "an embedded ONNX file",
-    ("network", 6): "an attention body",
-    ("network", 7): "an attention body with several heads",
     ("input", 2): "112 planes with castling by files",
     **{("input", number): "canonical planes" for number in (3, 4, 5)},
 }
@@ -49,9 +49,8 @@ FORMAT_NAMES = {
 Arrays = dict[str, NDArray[np.float64]]
 
 
-def read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(options of `model`, tensors) of a network; ValueError for a damaged or unsupported file. A batch norm that is
-    folded into its convolution is read as one that changes nothing, with `num_batches_tracked` 0."""
+def unpack(path: Path | str) -> "Message":
+    """The message `Net` of a file; ValueError for a damaged one."""
     data = Path(path).read_bytes()
     if data.startswith(b"\x1f\x8b"):
         try:
@@ -62,7 +61,7 @@ def read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MiB")
     if not data.startswith(MAGIC):
         raise ValueError("it has no header of an Lc0 weight file")
-    return parse(Message(memoryview(data)))
+    return Message(memoryview(data))
 
 
 class Message:
@@ -109,8 +108,9 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options and tensors of a message `Net`, see `read`."""
-    form = _check_format(net.message(4))
+    """(options of `model`, tensors) of a residual network; ValueError for a damaged or unsupported one. A batch norm
+    that is folded into its convolution is read as one that changes nothing, with `num_batches_tracked` 0."""
+    form = check_format(net.message(4))
     weights = net.message(10)
     if not weights.fields:
         raise ValueError("it has no weights")
@@ -131,7 +131,7 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError("unsupported: encoders in its policy")
         for name, field in ATTENTION.items():
             arrays |= _dense(f"policy_head.pairs.{name}", weights, field)
-        arrays["policy_head.pairs.pieces.weight"] = _layer("pieces", weights, 22).reshape(4, -1)
+        arrays["policy_head.pairs.pieces.weight"] = read_layer("pieces", weights, 22).reshape(4, -1)
     else:
         arrays |= _normed(*policy, weights.message(3), filters, 1) | _dense("policy_head.dense", weights, 4)
     arrays |= _normed(*value, weights.message(6), filters, 1)
@@ -172,7 +172,7 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return options, tensors | counters
 
 
-def _check_format(message: Message) -> dict[str, int]:
+def check_format(message: Message) -> dict[str, int]:
     """The network format by the names of `FORMATS`. ValueError for an unsupported one."""
     form, encoding = message.message(2), message.integer(1)
     found = {name: form.integer(field) for name, (field, _) in FORMATS.items()}
@@ -183,15 +183,15 @@ def _check_format(message: Message) -> dict[str, int]:
     ]
     if bad := bad + [f"weights in encoding {encoding}"] * (encoding not in (0, LINEAR16)):
         raise ValueError(
-            f"unsupported: {', '.join(bad)}; supported are residual networks with 112 classical planes, a "
-            "classical, convolutional or attention policy and 16-bit weights"
+            f"unsupported: {', '.join(bad)}; supported are residual networks and attention bodies with 112 classical "
+            "planes, a classical, convolutional or attention policy and 16-bit weights"
         )
     return found
 
 
 def _convolution(name: str, block: Message, inputs: int, kernel: int) -> tuple[NDArray[np.float64], Arrays]:
     """Weights of a convolution, and its batch norm (with the bias) by the names of torch."""
-    weights, *parts = (_layer(name, block, number) for number in range(1, 7))
+    weights, *parts = (read_layer(name, block, number) for number in range(1, 7))
     outputs, rest = divmod(len(weights), inputs * kernel * kernel)
     if rest or not outputs:
         raise ValueError(f"{name} has {len(weights):,} weights, not a multiple of {inputs} x {kernel} x {kernel}")
@@ -228,13 +228,13 @@ def _plain(name: str, block: Message, inputs: int, kernel: int) -> Arrays:
 
 def _dense(name: str, message: Message, field: int) -> Arrays:
     """A dense layer: weights in a field, biases in the next."""
-    weights, bias = _layer(name, message, field), _layer(name, message, field + 1)
+    weights, bias = read_layer(name, message, field), read_layer(name, message, field + 1)
     if not len(bias) or len(weights) % len(bias):
         raise ValueError(f"{name} has {len(weights):,} weights for {len(bias):,} biases")
     return {f"{name}.weight": weights.reshape(len(bias), -1), f"{name}.bias": bias}
 
 
-def _layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
+def read_layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
     """Values of a layer, empty if absent: 16-bit integers scaled to [min, max]."""
     layer = message.message(number)
     if layer.integer(4) not in (0, LINEAR16):
@@ -249,7 +249,7 @@ def write(model: nn.Module, path: Path | str, updates: int = 0) -> str:
     """Write a network, trained by so many `updates`, as a weight file, and say so. ValueError for a network that Lc0
     cannot run, with the options to train with, and for a path that cannot be written."""
     if not isinstance(model, PolicyValueNet) or model.own_trunk is not None:
-        raise ValueError("Lc0 cannot run this network: it has a trunk of its own, or is from an ONNX file")
+        raise ValueError("only residual networks are written: not an attention body, an own trunk or an ONNX file")
     if changes := lc0_changes(model.config):
         raise ValueError(f"Lc0 cannot run this network: train one with {changes} (preset lc0_quick)")
     if not os.path.basename(path).endswith(".pb.gz"):
