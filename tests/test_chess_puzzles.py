@@ -1,13 +1,17 @@
 """Puzzles and EPD suites: files, baselines, whole lines, intervals; python-chess is the oracle."""
 
 import gzip
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import chess
 import pytest
+import torch
 import zstandard
 from networks import material_net, random_net
+from positions import random_positions
 
 from matrixlib.tasks.chess.evaluate import puzzles
 from matrixlib.tasks.chess.evaluate.puzzles import Puzzle
@@ -107,6 +111,25 @@ def test_many_trees_are_searched_one_leaf_at_a_time() -> None:
     puzzles.searcher(net, 16)([chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()])
     assert max(sizes) <= 3
     assert len(sizes) >= 16
+
+
+def test_threads_search_puzzles_beside_each_other_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puzzles, "MAX_TREES", 4 * puzzles.PARTS)
+    boards, sizes, results = random_positions(9, seed=5), list[int](), list[list[str | None]]()
+    net, beside, met = random_net(), threading.Barrier(2), threading.Event()
+
+    def hook(_: object, inputs: tuple[torch.Tensor]) -> None:
+        sizes.append(len(inputs[0]))
+        if net.runtime.threads == 2 and not met.is_set():
+            beside.wait(60)
+            met.set()
+
+    net.model.register_forward_pre_hook(hook)
+    for threads in (1, 2):
+        net.runtime = replace(net.runtime, threads=threads)
+        results.append(puzzles.searcher(net, 16)(boards))
+    half = len(sizes) // 2
+    assert (results[0], sorted(sizes[:half])) == (results[1], sorted(sizes[half:])), "of the same batches"
 
 
 def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:

@@ -1,6 +1,7 @@
 """Matches of tic-tac-toe and chess: results, sides and rounds against the games replayed."""
 
 import io
+import threading
 
 import chess
 import chess.pgn
@@ -91,6 +92,28 @@ def test_a_match_in_parts_is_the_match_at_once() -> None:
     parts = [play_pairs(GAME, perfect, other, starts[i : i + 5], start=2 * i) for i in (0, 5)]
     assert [game.moves for part in parts for game in part.games] == [game.moves for game in whole.games]
     assert parts[1].games[-1].tags["Round"] == "10.2"
+
+
+def test_threads_ask_both_players_at_once_and_their_number_changes_no_game() -> None:
+    """Groups are those of the games, not of the threads: what a network says can hang on who else is in its batch."""
+    starts, both, asked = random_openings(ChessGame(), 20, seed=1, plies=6), threading.Barrier(2), list[list[int]]()
+
+    def first(turn: Turn) -> Choice:
+        both.wait(60)
+        return random_player(ChessGame(), 1)(turn)
+
+    def second(turn: Turn) -> Choice:
+        asked.append(turn.games.tolist())
+        return random_player(ChessGame(), 2)(turn)
+
+    pairs = [play_pairs(ChessGame(), first, first, starts[:8], plies=6, threads=2) for _ in range(2)]
+    assert pairs[0] == pairs[1], "both wait for the other: they were asked at once"
+    results = [play_pairs(ChessGame(), second, second, starts, plies=6, threads=threads) for threads in (1, 3, 0)]
+    assert [[game.moves for game in match.games] for match in results[1:]] == [[g.moves for g in results[0].games]] * 2
+    few, many, whole = (sorted(asked[i : i + n]) for i, n in ((0, 24), (24, 24), (48, 12)))
+    assert few == many
+    assert {len(games) for games in few} == {16, 4}
+    assert {len(games) for games in whole} == {20}
 
 
 def test_errors_and_limits() -> None:
