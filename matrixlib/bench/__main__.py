@@ -1,6 +1,6 @@
 """Benchmark this machine: execute bench.ipynb, or probe.ipynb, and print its outputs.
 
-    python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail]
+    python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail] [--network FILE]
     python -m matrixlib.bench --hardware
 
 The notebook is kept in `reports/bench/`, with a record for each machine.
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hardware", action="store_true", help="only what the machine is, can do and uses")
     parser.add_argument("--only", default="", help="workloads, separated by commas, such as updates,loader")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--network", default="", help="Lc0's weights (.pb.gz), for a search with Lc0 beside it")
     parser.add_argument("--seconds", type=float, default=6.0, help="time of each group of figures")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too: takes minutes")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where something got slower")
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.hardware:
         return show("probe", {"device": flags.device})
     only = {"only": [name for name in flags.only.split(",") if name], "brief": False}
-    return show("bench", {name: getattr(flags, name) for name in ("device", "seconds", "compile", "fail")} | only)
+    names = ("device", "seconds", "compile", "fail", "network")
+    return show("bench", {name: getattr(flags, name) for name in names} | only)
 
 
 def show(name: str, parameters: dict[str, Any]) -> int:

@@ -136,9 +136,10 @@ def play_pairs(
         live = live[~over]
         if ply == plies or not len(live):
             break
-        sides = (live[(live + ply) % 2 == side] for side in (0, 1))  # the first player starts every other game
+        sides = [live[(live + ply) % 2 == side] for side in (0, 1)]  # the first player starts every other game
         size = GROUP_GAMES if threads else len(live)
-        groups = [(side, games[i : i + size]) for side, games in enumerate(sides) for i in range(0, len(games), size)]
+        cuts = [slice(i, i + size) for i in range(0, len(live), size)]  # in turns, as an engine answers one at a time
+        groups = [(side, games[cut]) for cut in cuts for side, games in enumerate(sides) if len(games[cut])]
         for (side, games), choice in zip(groups, spread(ask, groups, threads), strict=True):
             texts = choice.comments or [""] * len(games)
             for i, move, text in zip(games.tolist(), choice.moves.tolist(), texts, strict=True):
