@@ -133,3 +133,13 @@ def test_no_module_does_work_at_import(parts: tuple[str, ...]) -> None:
                 name = ast.unparse(call.func)
                 bad = re.search(r"(^|\.)(open|Thread|Popen|run|read_text|read_bytes|load|loads|connect|print)$", name)
                 assert not bad, f"line {call.lineno}: {name}() at import"
+
+
+def test_scipy_is_imported_where_it_is_used() -> None:
+    """It takes a second, which every notebook would wait."""
+    bodies = {".".join(parts): tree_of(parts).body for parts in MODULES}
+    tops = {
+        name: [ast.unparse(n) for n in body if isinstance(n, ast.Import | ast.ImportFrom)]
+        for name, body in bodies.items()
+    }
+    assert not [name for name, lines in tops.items() if any(line.split()[1].startswith("scipy") for line in lines)]

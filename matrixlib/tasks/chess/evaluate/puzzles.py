@@ -15,7 +15,6 @@ import chess
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
 from matrixlib.play.match import Turn, spread
 from matrixlib.tasks.chess.evaluate.net import Net
@@ -206,6 +205,8 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
 def solve_rates(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
     """Solve rates in percent with 95 % intervals, a row per solver and group (`all`, rating bands, themes with
     MIN_THEME_PUZZLES)."""
+    from scipy.stats import binomtest  # takes a second to import
+
     results = {name: grade(solver, puzzles) for name, solver in by.items()}
     rows = []
     for group, members in _groups(puzzles).items():
