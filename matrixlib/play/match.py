@@ -17,7 +17,8 @@ from matrixlib.play.game import Game, GameRecord, Moves, States
 from matrixlib.play.search import Evaluate, Search, SearchOptions
 
 Player: TypeAlias = "Callable[[Turn], Choice]"
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 GROUP_GAMES = 16  # most games in which a thread asks a player at once
 TRIES = 50  # random games for each opening before giving up
 
