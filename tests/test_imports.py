@@ -128,18 +128,10 @@ def test_no_module_does_work_at_import(parts: tuple[str, ...]) -> None:
         if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
             continue
         assert not isinstance(node, ast.For | ast.While | ast.With), f"line {node.lineno} works at import"
+        late = isinstance(node, ast.Import | ast.ImportFrom) and ast.unparse(node).split()[1].startswith("scipy")
+        assert not late, f"line {node.lineno}: scipy takes a second to import, so where it is used"
         for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
                 name = ast.unparse(call.func)
                 bad = re.search(r"(^|\.)(open|Thread|Popen|run|read_text|read_bytes|load|loads|connect|print)$", name)
                 assert not bad, f"line {call.lineno}: {name}() at import"
-
-
-def test_scipy_is_imported_where_it_is_used() -> None:
-    """It takes a second, which every notebook would wait."""
-    bodies = {".".join(parts): tree_of(parts).body for parts in MODULES}
-    tops = {
-        name: [ast.unparse(n) for n in body if isinstance(n, ast.Import | ast.ImportFrom)]
-        for name, body in bodies.items()
-    }
-    assert not [name for name, lines in tops.items() if any(line.split()[1].startswith("scipy") for line in lines)]

@@ -99,7 +99,6 @@ def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
 
 
 def test_an_engine_is_asked_by_one_thread_at_a_time() -> None:
-    """The line between `ucinewgame` and the answer is one position's."""
     asked = list[str]()
 
     def best_move(position: str, limit: str) -> str:
@@ -107,8 +106,7 @@ def test_an_engine_is_asked_by_one_thread_at_a_time() -> None:
         asked.append("move")
         return next(iter(read_position(position).legal_moves)).uci()
 
-    engine: Any = SimpleNamespace(new_game=lambda: asked.append("new"), best_move=best_move)
-    player = engine_player(engine, "nodes 50")
+    player = engine_player(SimpleNamespace(new_game=lambda: asked.append("new"), best_move=best_move), "nodes 50")
     play_pairs(GAME, player, player, GAME.initial(4), plies=2, threads=2)
     assert asked == ["new", "move"] * 16
 

@@ -58,6 +58,7 @@ class Network:
         self._tried: set[int] = set()  # batch sizes already compiled
         self._parts = 1  # of a batch, evaluated at once by threads of the pool
         self._rows = self.serving.sizes[-1]  # most of a part
+        self._divisible = runtime.device == "cpu" and not self.serving.fill  # whether threads can evaluate parts
         self._pool: ThreadPoolExecutor | None = None
         self.workers = 0  # see `with_workers`
 
@@ -96,11 +97,6 @@ class Network:
             other.workers, other._parts, other._rows = self.runtime.threads, 1, WORKER_ROWS
             other._pool = _pool(other.workers, 1)
         return other
-
-    @property
-    def _divisible(self) -> bool:
-        """Whether parts of a batch can be evaluated by threads."""
-        return self.runtime.device == "cpu" and not self.serving.fill
 
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` on a batch of `inputs` (one row or more); results on the host in fp32."""
