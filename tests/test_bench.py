@@ -76,3 +76,13 @@ def test_the_command_prints_what_the_notebook_shows(reports: Path, capsys: pytes
     assert "trees, 8 leaves of each at once" in capsys.readouterr().out
     assert bench.main(["--only", "nonsense"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("ValueError: unknown benchmark nonsense")
+
+
+@pytest.mark.slow
+def test_the_command_searches_beside_lc0(
+    reports: Path, shared: Path, lc0: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = str(shared / "maia" / "maia-1900.pb.gz")
+    assert bench.main(["--device", "cpu", "--only", "search", "--seconds", "0.01", "--network", network]) == 0
+    out = capsys.readouterr().out
+    assert all(f"maia-1900.pb.gz, {engine}" in out for engine in ("matrixlib-uci", "Lc0 eigen", "Lc0 blas"))

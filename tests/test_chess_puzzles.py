@@ -1,13 +1,16 @@
 """Puzzles and EPD suites: files, baselines, whole lines, intervals; python-chess is the oracle."""
 
 import gzip
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import chess
 import pytest
 import zstandard
 from networks import material_net, random_net
+from positions import random_positions
 
 from matrixlib.tasks.chess.evaluate import puzzles
 from matrixlib.tasks.chess.evaluate.puzzles import Puzzle
@@ -107,6 +110,15 @@ def test_many_trees_are_searched_one_leaf_at_a_time() -> None:
     puzzles.searcher(net, 16)([chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()])
     assert max(sizes) <= 3
     assert len(sizes) >= 16
+
+
+def test_threads_search_puzzles_beside_each_other_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puzzles, "MAX_TREES", 4 * puzzles.PARTS)
+    net, boards, beside = random_net(), random_positions(8, seed=5), threading.Barrier(2)
+    alone = puzzles.searcher(net, 16)(boards)
+    net.runtime = replace(net.runtime, threads=2)
+    net.model.register_forward_pre_hook(lambda *_: [beside.wait(60)].clear())
+    assert puzzles.searcher(net, 16)(boards) == alone
 
 
 def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:

@@ -1,6 +1,7 @@
 """Parts that are computed once each, errors and deaths that are told, and processes that do not stay behind."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -50,6 +51,13 @@ def test_processes_give_what_this_process_gives_and_are_gone_afterwards(tmp_path
     assert len(pids) == 2, "each goes on to the next part"
     assert Pickled.count == 1, "once for all parts and processes"
     assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="no forkserver here")
+def test_processes_of_all_stages_come_from_one_server_that_has_torch() -> None:
+    parts = [(number, partial(os.getppid)) for number in range(2)]
+    found = [dict(compute(parts, workers=2)) for _ in range(2)]
+    assert len({pid for stage in found for pid in stage.values()} - {os.getpid()}) == 1
 
 
 def test_parts_are_taken_as_processes_are_free_and_none_after_the_results_that_were_wanted() -> None:

@@ -1,6 +1,8 @@
 """Matches of tic-tac-toe and chess: results, sides and rounds against the games replayed."""
 
 import io
+import threading
+from functools import partial
 
 import chess
 import chess.pgn
@@ -91,6 +93,21 @@ def test_a_match_in_parts_is_the_match_at_once() -> None:
     parts = [play_pairs(GAME, perfect, other, starts[i : i + 5], start=2 * i) for i in (0, 5)]
     assert [game.moves for part in parts for game in part.games] == [game.moves for game in whole.games]
     assert parts[1].games[-1].tags["Round"] == "10.2"
+
+
+def test_threads_ask_both_players_at_once_and_their_number_changes_no_game() -> None:
+    """Groups are those of the games: what a network says can hang on who else is in its batch."""
+    starts, asked, games = random_openings(ChessGame(), 20, seed=1, plies=6), list[int](), set[str]()
+
+    def player(beside: threading.Barrier, turn: Turn) -> Choice:
+        beside.wait(60)
+        asked.append(len(turn.games))
+        return random_player(ChessGame(), 1)(turn)
+
+    for threads in (1, 2, 4):
+        one = partial(player, threading.Barrier(threads))
+        games.add(str([game.moves for game in play_pairs(ChessGame(), one, one, starts, 2, threads=threads).games]))
+    assert (len(games), sorted(asked)) == (1, [4] * 12 + [16] * 12)
 
 
 def test_errors_and_limits() -> None:

@@ -448,3 +448,10 @@ def test_only_convolutions_change_their_memory_format() -> None:
     for name, parameter in whole.items():
         format = torch.channels_last if name in kernels else torch.contiguous_format
         assert parameter.is_contiguous(memory_format=format), name
+
+
+def test_a_network_on_the_meta_device_draws_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing imports torch's compiler, which takes seconds when a network's file is loaded."""
+    monkeypatch.setattr(nn.init, "kaiming_normal_", None)
+    with torch.device("meta"):
+        assert next(PolicyValueNet(ModelConfig()).parameters()).is_meta

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,19 @@ def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
     played = [[move_from_index(i, chess.Board()) for i in game.moves[:1]] for game in match.games]
     assert told[1].move_stack == played[1], "the second game's first move is the other player's"
     assert asked[::2] == ["new"] * 4, "its answer is of this game alone"
+
+
+def test_an_engine_is_asked_by_one_thread_at_a_time() -> None:
+    asked = list[str]()
+
+    def best_move(position: str, limit: str) -> str:
+        time.sleep(0.01)  # for the other thread to come between
+        asked.append("move")
+        return next(iter(read_position(position).legal_moves)).uci()
+
+    player = engine_player(SimpleNamespace(new_game=lambda: asked.append("new"), best_move=best_move), "nodes 50")
+    play_pairs(GAME, player, player, GAME.initial(4), plies=2, threads=2)
+    assert asked == ["new", "move"] * 16
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hardware", action="store_true", help="only what the machine is, can do and uses")
     parser.add_argument("--only", default="", help="workloads, separated by commas, such as updates,loader")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--network", default="", help="Lc0's weights (.pb.gz), for a search with Lc0 beside it")
     parser.add_argument("--seconds", type=float, default=6.0, help="time of each group of figures")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too: takes minutes")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where something got slower")
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.hardware:
         return show("probe", {"device": flags.device})
     only = {"only": [name for name in flags.only.split(",") if name], "brief": False}
-    return show("bench", {name: getattr(flags, name) for name in ("device", "seconds", "compile", "fail")} | only)
+    names = ("device", "seconds", "compile", "fail", "network")
+    return show("bench", {name: getattr(flags, name) for name in names} | only)
 
 
 def show(name: str, parameters: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.context import BaseContext
 from typing import Self
 
 import numpy as np
@@ -133,15 +134,21 @@ def unskipped(skip: Sequence[tuple[int, int]], i: int) -> int:
     return i
 
 
+def worker_context() -> BaseContext:
+    """How worker processes start: not by fork, which copies locks in any state, but from a server, where there can be
+    one, that imports torch once for all of them."""
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload([__name__])
+    return context
+
+
 class Workers:
-    """Processes that prefetch `prefetch` batches each; never forked, as fork copies locks in any state."""
+    """Processes that prefetch `prefetch` batches each."""
 
     def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int) -> None:
-        methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload([__name__])  # import torch once, not in every worker
-        self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
+        self._pool = ProcessPoolExecutor(workers, worker_context(), _start_worker, (source,))
         self._numbers, self.futures = iter(numbers), deque[Future[WorkerBatch]]()
         self._submit(workers * prefetch)
 

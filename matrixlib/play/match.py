@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from matrixlib.play.game import Game, GameRecord, Moves, States
 from matrixlib.play.search import Evaluate, Search, SearchOptions
 
 Player: TypeAlias = "Callable[[Turn], Choice]"
+T = TypeVar("T")
+R = TypeVar("R")
+GROUP_GAMES = 16  # most games in which a thread asks a player at once
 TRIES = 50  # random games for each opening before giving up
 
 
@@ -77,6 +81,14 @@ def random_openings(game: Game, count: int, seed: int | Sequence[int], plies: in
     )
 
 
+def spread(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """A result for each item, computed by so many threads; 0: in this one."""
+    if not threads:
+        return list(map(function, items))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))
+
+
 def play_pairs(
     game: Game,
     first: Player,
@@ -86,11 +98,13 @@ def play_pairs(
     names: tuple[str, str] = ("first", "second"),
     start: int = 0,
     history: Sequence[NDArray[np.uint64]] = (),
+    threads: int = 0,
 ) -> Match:
     """Two games from each opening (P,), in lock-step; a game of `plies` plies is a draw.
 
-    start: number of the first game. history: keys of the states before each opening, default none. ValueError for a
-    terminal opening or an illegal move.
+    start: number of the first game. history: keys of the states before each opening, default none. threads: number of
+    threads that ask the players, both at once, in groups of games that do not depend on it; 0: each player once a ply,
+    in this thread. ValueError for a terminal opening or an illegal move.
     """
     states, count = np.repeat(openings, 2), 2 * len(openings)
     moves: list[list[int]] = [[] for _ in range(count)]
@@ -103,6 +117,13 @@ def play_pairs(
     course = np.empty((count, plies + 1), states.dtype)
     results, endings = np.zeros(count), ["ply limit"] * count
     live = np.arange(count)
+
+    def ask(group: tuple[int, NDArray[np.int64]]) -> Choice:
+        side, games = group  # of the ply that is played
+        known = [keys[i, early - len(before[i // 2]) : early + ply] for i in games]
+        past = [course[i, :ply] for i in games]
+        return (first, second)[side](Turn(games + start, states[games], known, past, [moves[i] for i in games]))
+
     for ply in range(plies + 1):
         keys[live, early + ply], course[live, ply] = game.key(states[live]), states[live]
         legal, offsets = game.legal(states[live])
@@ -116,17 +137,15 @@ def play_pairs(
         live = live[~over]
         if ply == plies or not len(live):
             break
-        for second_moves, player in enumerate((first, second)):  # the first player starts every other game
-            games = live[(live + ply) % 2 == second_moves]
-            if not len(games):
-                continue
-            known = [keys[i, early - len(before[i // 2]) : early + ply] for i in games]
-            past = [course[i, :ply] for i in games]
-            choice = player(Turn(games + start, states[games], known, past, [moves[i] for i in games]))
+        sides = [live[(live + ply) % 2 == side] for side in (0, 1)]  # the first player starts every other game
+        size = GROUP_GAMES if threads else len(live)
+        cuts = [slice(i, i + size) for i in range(0, len(live), size)]  # in turns, as an engine answers one at a time
+        groups = [(side, games[cut]) for cut in cuts for side, games in enumerate(sides) if len(games[cut])]
+        for (side, games), choice in zip(groups, spread(ask, groups, threads), strict=True):
             texts = choice.comments or [""] * len(games)
             for i, move, text in zip(games.tolist(), choice.moves.tolist(), texts, strict=True):
                 if move not in allowed[i]:
-                    name = names[second_moves]
+                    name = names[side]
                     raise ValueError(f"'{name}' plays move {move} in game {i + start}, which is not legal")
                 moves[i].append(move)
                 comments[i].append(text)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from matrixlib import files
+from matrixlib.data.loader import worker_context
 from matrixlib.hardware import backend
 
 Kind: TypeAlias = Literal["local", "ray"]
@@ -59,7 +60,7 @@ def compute(
 def _in_processes(
     parts: Iterable[tuple[K, Part]], shared: Sequence[Any], workers: int, log: Path | None
 ) -> Generator[tuple[K, Any], None, None]:
-    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    context, others = worker_context(), set(multiprocessing.active_children())
     arguments = (pickle.dumps(tuple(shared)), context.Value("i", 0), _gpus(), log)
     pool = ProcessPoolExecutor(workers, context, _begin, arguments)
     todo, running = iter(parts), dict[Future[Any], K]()

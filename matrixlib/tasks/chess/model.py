@@ -374,6 +374,8 @@ def _build_tower(config: ModelConfig) -> list[nn.Module]:
 
 def _initialise(net: PolicyValueNet, blocks: int) -> None:
     """He-normal convolutions, Xavier linear layers; scaled-down output layers of heads and residual branches."""
+    if next(net.parameters()).is_meta:
+        return  # `normal_` of a tensor without values would import torch._dynamo, which takes seconds
     # Losses start at chance level and the sum of all branches at about the size of one. Exception: post-activation
     # blocks without ReLU, where the activation shrinks the stream at every block.
     scaled: list[tuple[nn.Module | None, float]] = []

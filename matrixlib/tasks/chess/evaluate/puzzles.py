@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,9 +15,8 @@ import chess
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
-from matrixlib.play.match import Turn
+from matrixlib.play.match import Turn, spread
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.strength import network_player
 from matrixlib.tasks.chess.game import ChessGame, check_not_over
@@ -30,7 +30,8 @@ Flags = NDArray[np.bool_]
 BASELINE = "best capture"
 RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
 MIN_THEME_PUZZLES = 20  # rarer themes are not listed
-MAX_SIMULATIONS = 50_000  # over all trees of a batch
+MAX_TREES, MAX_SIMULATIONS = 256, 50_000  # of trees searched together
+PARTS = 4  # that these are cut into where threads search
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def read_epd(path: str | Path) -> list[Puzzle]:
 
 def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
     """Solvers by name: best capture, policy, one-ply value, and a search per number of simulations."""
+    net = net.with_workers()
     fixed: dict[str, Solver] = {
         BASELINE: lambda boards: [best_capture(board) for board in boards],
         "policy": lambda boards: [evaluation.best for evaluation in net.evaluate_boards(boards)],
@@ -122,21 +124,24 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
 
 
 def searcher(net: Net, simulations: int) -> Solver:
-    """Solver that plays the best move of a search. ValueError for a position in which the game is drawn by rule."""
-    play = network_player(net.with_threads(net.runtime.threads), simulations)
-    at_once = max(1, min(256, MAX_SIMULATIONS // max(simulations, 1)))
+    """Solver that plays the best move of a search, on all cores. ValueError for a position in which the game is drawn
+    by rule."""
+    net = net.with_workers()
+    play = network_player(net, simulations)
+    at_once = max(1, min(MAX_TREES, MAX_SIMULATIONS // max(simulations, 1)) // (PARTS if net.workers else 1))
+
+    def best(boards: Sequence[chess.Board]) -> list[str]:
+        states = from_boards(boards, repetition=0)
+        check_not_over(ChessGame(), states)
+        keys = [np.zeros(0, np.uint64)] * len(boards)
+        past = [positions_before(board, net.task.history) for board in boards]
+        found = play(Turn(np.arange(len(boards)), states, keys, past, [()] * len(boards))).moves
+        return [move_from_index(int(move), board).uci() for move, board in zip(found, boards, strict=True)]
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:
-        moves: dict[int, str] = {}
         live = [i for i, board in enumerate(boards) if any(board.legal_moves)]
-        for start in range(0, len(live), at_once):
-            part = live[start : start + at_once]
-            states = from_boards([boards[i] for i in part], repetition=0)
-            check_not_over(ChessGame(), states)
-            keys = [np.zeros(0, np.uint64)] * len(part)
-            past = [positions_before(boards[i], net.task.history) for i in part]
-            found = play(Turn(np.array(part), states, keys, past, [()] * len(part))).moves
-            moves |= {i: move_from_index(int(move), boards[i]).uci() for i, move in zip(part, found, strict=True)}
+        parts = [[boards[i] for i in live[start : start + at_once]] for start in range(0, len(live), at_once)]
+        moves = dict(zip(live, chain.from_iterable(spread(best, parts, net.workers)), strict=True))
         return [moves.get(i) for i in range(len(boards))]
 
     return solve
@@ -200,6 +205,8 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
 def solve_rates(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
     """Solve rates in percent with 95 % intervals, a row per solver and group (`all`, rating bands, themes with
     MIN_THEME_PUZZLES)."""
+    from scipy.stats import binomtest  # takes a second to import
+
     results = {name: grade(solver, puzzles) for name, solver in by.items()}
     rows = []
     for group, members in _groups(puzzles).items():

@@ -91,7 +91,7 @@ def gauntlet(
     tournament: all other pairs play too. openings: those of `match_openings`, default random ones.
     EngineError without Stockfish, for an Elo outside its range, and for engines that fail.
     """
-    game = ChessGame()
+    game, net = ChessGame(), net.with_workers()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
     starts = openings or match_openings(OpeningOptions(), games, seed)
     with ExitStack() as running:
@@ -106,14 +106,16 @@ def gauntlet(
         meetings = [(one, other) for one in networks for other in others]
         meetings += [(more, fewer) for fewer, more in pairwise(networks)]
         pairs = [(count, name) for count in sorted(set(simulations)) for name in opponents or {}]
-        rivals = {f"{name} {count}": network_player((opponents or {})[name], count) for count, name in pairs}
+        workers = {name: other.with_workers() for name, other in (opponents or {}).items()}
+        rivals = {f"{name} {count}": network_player(workers[name], count) for count, name in pairs}
         meetings += [(f"network {count}", f"{name} {count}") for count, name in pairs]
         players = networks | others | rivals
         if tournament:
             meetings += [names for names in combinations(players, 2) if not {names, names[::-1]} & set(meetings)]
         for names in meetings:
             one, other = players[names[0]], players[names[1]]
-            yield names, play_pairs(game, one, other, starts.states, plies, names, history=starts.history)
+            history, threads = starts.history, net.workers
+            yield names, play_pairs(game, one, other, starts.states, plies, names, history=history, threads=threads)
 
 
 def duel(
@@ -122,8 +124,9 @@ def duel(
     """Elo of networks against the same number of others, pooled over one match per pair (two games per opening).
     simulations: per move, of the first and of the second side."""
     game, pairs = ChessGame(), np.zeros(5, np.int64)
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+    for number, nets in enumerate(zip(first, second, strict=True)):
+        one, other = (net.with_workers() for net in nets)
         openings = random_openings(game, (games + 1) // 2, number, OPENING_PLIES)
         players = network_player(one, simulations[0]), network_player(other, simulations[1])
-        pairs += play_pairs(game, *players, openings, plies).pairs()
+        pairs += play_pairs(game, *players, openings, plies, threads=one.workers).pairs()
     return rating(pairs)

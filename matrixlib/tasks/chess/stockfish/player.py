@@ -1,5 +1,6 @@
 """UCI engines as players of matches."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,8 @@ def running_engine(text: str) -> Iterator[tuple[str, Player]]:
 
 def engine_player(engine: Engine, limit: str) -> Player:
     """Player of a UCI engine; limit: of `go`. The engine gets the game so far, for repetitions, with an empty hash, as
-    it plays many games at a time. EngineError for an illegal move."""
+    it plays many games at a time, one move after the other. EngineError for an illegal move."""
+    lock = threading.Lock()
 
     def play(turn: Turn) -> Choice:
         answers = []
@@ -40,8 +42,9 @@ def engine_player(engine: Engine, limit: str) -> Player:
                 board.push(move_from_index(index, board))
             position = " ".join([f"fen {start}", "moves", *(move.uci() for move in board.move_stack)])
             position = position.removesuffix(" moves")
-            engine.new_game()
-            answer = engine.best_move(position, limit)
+            with lock:
+                engine.new_game()
+                answer = engine.best_move(position, limit)
             try:
                 answers.append(policy_index(legal_move(board, answer), board.turn))
             except ValueError as error:
