@@ -1,6 +1,7 @@
 """The Python of the documents, run as it stands there, the blocks of a page as cells of a notebook, only on less;
 test_docs.py looks at their commands."""
 
+import gzip
 import linecache
 import random
 import shutil
@@ -12,6 +13,7 @@ import chess.pgn
 import pytest
 import yaml
 import zstandard
+from lc0_files import attention_network
 from pages import PAGES, blocks
 
 from matrixlib import config
@@ -67,6 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.zst").write_bytes(zstandard.compress(text.encode()))
     (folder / "engine_matches.pgn").write_text("\n\n".join(map(str, random_games(3, 20))))
     tiny, _ = config.read_preset("demo", TINY)
+    (folder / "network.pb.gz").write_bytes(gzip.compress(attention_network(7, several=True)))
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     shutil.copytree(unpack_sample(), folder / "data" / "mine")
     with pytest.MonkeyPatch.context() as patch:

@@ -532,15 +532,16 @@ def test_a_teacher_is_judged_against_the_same_network_without_one() -> None:
 
 
 def test_a_duel_pools_pairs_of_networks_and_gives_each_side_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    players: list[tuple[Net, int]] = []
+    players: list[tuple[torch.nn.Module, int]] = []
     real = strength.network_player
 
     def network_player(net: Net, simulations: int) -> Player:
-        players.append((net, simulations))
+        players.append((net.model, simulations))
         return real(net, simulations)
 
     monkeypatch.setattr(strength, "network_player", network_player)
     first, second = [material_net(), material_net()], [random_net(), random_net()]
     elo = strength.duel(first, second, games=2, simulations=(2, 0), plies=8)
     assert (elo.games, elo.score) == (4, 0.5), "drawn at the ply limit"
-    assert players == [(first[0], 2), (second[0], 0), (first[1], 2), (second[1], 0)]
+    pairs = zip(first, second, strict=True)
+    assert players == [(net.model, count) for pair in pairs for net, count in zip(pair, (2, 0), strict=True)]
