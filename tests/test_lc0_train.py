@@ -89,7 +89,7 @@ def test_frozen_parts_stay_as_they_are(stop: int) -> None:
 
 
 def test_an_unknown_part_cannot_be_frozen(reports: Path) -> None:
-    """It is told before anything is written."""
+    """The error comes before anything is written."""
     with pytest.raises(ValueError, match=r"train.freeze: the network has no part 'body'; its parts are stem, tower, "):
         opened("unknown", freeze=["body"])
     with pytest.raises(ValueError, match="no trainable parameter"):

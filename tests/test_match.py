@@ -96,7 +96,7 @@ def test_a_match_in_parts_is_the_match_at_once() -> None:
 
 
 def test_threads_ask_both_players_at_once_and_their_number_changes_no_game() -> None:
-    """Groups are those of the games: what a network says can hang on who else is in its batch."""
+    """Groups depend on the games alone, as an output may depend on the rest of its batch."""
     starts, asked, games = random_openings(ChessGame(), 20, seed=1, plies=6), list[int](), set[str]()
 
     def player(beside: threading.Barrier, turn: Turn) -> Choice:
