@@ -362,8 +362,9 @@ def test_a_parameter_is_dead_that_no_row_uses_and_not_one_that_few_use(
     model.plane.register_forward_hook(
         lambda head, _, out: out + 0 * model.dead + (head.training and next(passes) == 8) * model.rare
     )
-    trainer, stats = train(tmp_path, model=model)
+    trainer, stats = train(tmp_path, 2, model=model)
     assert {"dead", "rare"} <= set(trainer.gradients.zero)
+    stats += train(tmp_path, model=model)[1]  # resumed
     told = {one.step: text for one in stats for text in one.messages if "gradient" in text}
     text = "dead in the first 100 rows, an all-zero gradient: dead; look at initialisation and loss"
     assert told == {5: text}, "no sooner than after so many rows"

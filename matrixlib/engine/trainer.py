@@ -417,7 +417,7 @@ class Trainer:
         """Restore a checkpoint except for the step's state; truncates metrics.jsonl."""
         state = checkpoint.state
         self._cadence = ValidationSchedule.from_dict(self.config.validation, state["cadence"])
-        self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
+        self._norms, self._silent = deque(state["gradient_norms"], maxlen=WINDOW), tuple(state.get("silent", ()))
         self.skip = [(start, stop) for start, stop in state["skip"]]
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
@@ -450,6 +450,7 @@ class Trainer:
             "curriculum": self.curriculum.state_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
             "gradient_norms": list(self._norms),
+            "silent": self._silent,
             "initial": self.initial,
             "messages": self._limiter.to_dict(),
         }
