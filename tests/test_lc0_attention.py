@@ -90,6 +90,22 @@ def test_heads_are_chosen_by_name(tmp_path: Path) -> None:
         model.choose("vanilla", "q")
 
 
+@pytest.mark.parametrize("smolgen", [True, False])
+def test_its_attention_is_shown(tmp_path: Path, smolgen: bool) -> None:
+    net, model, _ = opened(tmp_path, smolgen=smolgen)
+    board, seen = chess.Board("r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R w KQkq - 4 4"), list[torch.Tensor]()
+    model.tower[1].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0]))
+    found = net.attention(board)
+    assert found.shape == (3, 4, 64, 64)
+    encoder, x = cast(Any, model.tower[1]), seen[0]
+    query, key = (layer(x).view(64, 4, 6).transpose(0, 1) for layer in encoder.qkv[:2])
+    scores = query @ key.transpose(1, 2) / 6**0.5 + (encoder.smolgen(x)[0] if smolgen else 0)
+    np.testing.assert_allclose(found[1], scores.softmax(2).numpy(), atol=1e-5)
+    cast(Any, model.embed[0]).weight[:, 108] = 0  # of the plane that says who is to move
+    turned, mirrored = np.arange(64) ^ 56, net.attention(board.mirror())
+    np.testing.assert_allclose(mirrored[:, :, turned][:, :, :, turned], net.attention(board), atol=1e-5)
+
+
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # layers, options, reason
     ({"q_w": np.ones(700)}, {}, "encoder.0.mha.q_w has 700 values, expected the shape (24, 32)"),
     ({"ip_emb_w": np.ones(112 * 32)}, {}, "ip_emb_w has 3,584 values, expected the shape (32, 176)"),
