@@ -9,7 +9,9 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
+from networks import random_net
 from test_lc0_train import PROMOTIONS, asked, games
+from test_uci import Dialogue
 
 import matrixlib
 from matrixlib.runs.data import RunError
@@ -88,6 +90,21 @@ def test_heads_are_chosen_by_name(tmp_path: Path) -> None:
     _, model, _ = opened(tmp_path)
     with pytest.raises(ValueError, match="no value head 'q', it has winner"):
         model.choose("vanilla", "q")
+
+
+def test_its_heads_are_options_of_the_uci_engine(tmp_path: Path) -> None:
+    net, model, _ = opened(tmp_path, **SEVERAL)
+    for own, option, answer in (
+        (net, "PolicyHead value optimistic", "readyok"),
+        (net, "ValueHead value x", "info string the network has no value head 'x', it has winner, q, st"),
+        (random_net(), "ValueHead value q", "info string PolicyHead and ValueHead are for Lc0 networks with several"),
+    ):
+        engine = Dialogue(own)
+        engine.ask("setoption name PolicyHead value optimistic", "isready", until="readyok")
+        heard = engine.ask(f"setoption name {option}", "isready", until="readyok")
+        assert heard[0].startswith(answer)
+        engine.end()
+    assert model.chosen == ("optimistic", "winner")
 
 
 @pytest.mark.parametrize("smolgen", [True, False])
