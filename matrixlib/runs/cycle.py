@@ -58,15 +58,14 @@ def open_cycle(
     """
     config = games.load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
-    trainings = {_training(name, number): "run.json" for number in range(1, config.generations + 1)}
+    trainings = {f"{name}-{number:03d}": "run.json" for number in range(1, config.generations + 1)}
     for taken, file in {name: "cycle.yaml", **trainings}.items():
         if problem := name_conflict(taken, file):
             raise CycleError(f"cycle name {taken!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
-    spec = get_task(config.network.task)
     for source in config.sources:  # an unknown one is refused before any game
-        spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
+        get_task(config.network.task).catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
     games.judges(config)  # refuse missing tables before any game
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     rules, book, plies = games.rules(config), config.selfplay.openings, config.selfplay.opening_plies
@@ -126,11 +125,6 @@ def _with_start(path: Path, config: CycleConfig) -> tuple[CycleConfig, starts.St
         except ValueError as error:
             raise CycleError(f"start '{config.start}': {str(error).removeprefix('train.init: ')}") from error
     return config.model_copy(update={"network": changed(network, {"model": model})}), found
-
-
-def _training(cycle: str, number: int) -> str:
-    """Run name of a generation's training."""
-    return f"{cycle}-{number:03d}"
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
@@ -287,7 +281,7 @@ class Cycle:
             overrides["train"] = {"steps": generation.steps}
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
-        run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
+        run = runs.open_run(str(preset), run=f"{self.name}-{number:03d}", overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
                 run.trainer.start_from(optim.named_tensors(self.network(generation.start).model))
