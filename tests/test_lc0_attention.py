@@ -9,7 +9,9 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
+from networks import random_net
 from test_lc0_train import PROMOTIONS, asked, games
+from test_uci import Dialogue
 
 import matrixlib
 from matrixlib.runs.data import RunError
@@ -88,6 +90,37 @@ def test_heads_are_chosen_by_name(tmp_path: Path) -> None:
     _, model, _ = opened(tmp_path)
     with pytest.raises(ValueError, match="no value head 'q', it has winner"):
         model.choose("vanilla", "q")
+
+
+def test_its_heads_are_options_of_the_uci_engine(tmp_path: Path) -> None:
+    net, model, _ = opened(tmp_path, **SEVERAL)
+    for own, option, answer in (
+        (net, "PolicyHead value optimistic", "readyok"),
+        (net, "ValueHead value x", "info string the network has no value head 'x', it has winner, q, st"),
+        (random_net(), "ValueHead value q", "info string PolicyHead and ValueHead are for Lc0 networks with several"),
+    ):
+        engine = Dialogue(own)
+        engine.ask("setoption name PolicyHead value optimistic", "isready", until="readyok")
+        heard = engine.ask(f"setoption name {option}", "isready", until="readyok")
+        assert heard[0].startswith(answer)
+        engine.end()
+    assert model.chosen == ("optimistic", "winner")
+
+
+@pytest.mark.parametrize("smolgen", [True, False])
+def test_its_attention_is_shown(tmp_path: Path, smolgen: bool) -> None:
+    net, model, _ = opened(tmp_path, smolgen=smolgen)
+    board, seen = chess.Board("r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R w KQkq - 4 4"), list[torch.Tensor]()
+    model.tower[1].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0]))
+    found = net.attention(board)
+    assert found.shape == (3, 4, 64, 64)
+    encoder, x = cast(Any, model.tower[1]), seen[0]
+    query, key = (layer(x).view(64, 4, 6).transpose(0, 1) for layer in encoder.qkv[:2])
+    scores = query @ key.transpose(1, 2) / 6**0.5 + (encoder.smolgen(x)[0] if smolgen else 0)
+    np.testing.assert_allclose(found[1], scores.softmax(2).numpy(), atol=1e-5)
+    cast(Any, model.embed[0]).weight[:, 108] = 0  # of the plane that says who is to move
+    turned, mirrored = np.arange(64) ^ 56, net.attention(board.mirror())
+    np.testing.assert_allclose(mirrored[:, :, turned][:, :, :, turned], net.attention(board), atol=1e-5)
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # layers, options, reason

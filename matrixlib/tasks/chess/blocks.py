@@ -210,20 +210,14 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2)
-        mixed = self._mixed(tokens).transpose(1, 2).reshape(tokens.shape)
+        mixed = self.mixed(tokens).transpose(1, 2).reshape(tokens.shape)
         branch = self.drop(self.proj(mixed))
         if not self.post:
             return x + branch.transpose(1, 2).unflatten(2, (8, 8))
         out = self.norm(tokens + branch).transpose(1, 2).unflatten(2, (8, 8))
         return out.contiguous() if x.is_contiguous() else out  # keep the memory format
 
-    def weights(self, x: Tensor) -> Tensor:
-        """Attention weights (B, heads, 64, 64) for an input (B, C, 8, 8): row i is what square i looks at, and sums to
-        1; squares in the order of the planes."""
-        identity = torch.eye(SQUARES, dtype=x.dtype, device=x.device).expand(x.shape[0], self.heads, -1, -1)
-        return self._mixed(x.flatten(2).transpose(1, 2), identity)
-
-    def _mixed(self, tokens: Tensor, values: Tensor | None = None) -> Tensor:
+    def mixed(self, tokens: Tensor, values: Tensor | None = None) -> Tensor:
         """Weights times values (B, heads, 64, ...), by default those of the tokens (B, 64, C)."""
         qkv = self.qkv(tokens if self.post else self.norm(tokens)).view(tokens.shape[0], SQUARES, 3, self.heads, -1)
         query, key, own = qkv.permute(2, 0, 3, 1, 4)

@@ -13,7 +13,6 @@ from torch import Tensor
 from matrixlib.tasks.chess import bitboard, records
 
 PLANES = 19
-ENCODINGS = ("oriented", "matrix0")
 CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, PLY = range(6)  # columns of `state`
 
 

@@ -126,10 +126,14 @@ class Encoder(nn.Module):
         self.norms = nn.ModuleList((part.norm("ln1", 2, width, eps), part.norm("ln2", 5, width, eps)))
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in self.qkv)
-        mixed = F.scaled_dot_product_attention(query, key, value, None if self.smolgen is None else self.smolgen(x))
-        x = self.norms[0](x + self.alpha * self.dense(mixed.transpose(1, 2).flatten(2)))
+        x = self.norms[0](x + self.alpha * self.dense(self.mixed(x).transpose(1, 2).flatten(2)))
         return self.norms[1](x + self.alpha * self.ffn(x))
+
+    def mixed(self, x: Tensor, values: Tensor | None = None) -> Tensor:
+        """As `AttentionBlock.mixed`."""
+        query, key, own = (layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in self.qkv)
+        bias = None if self.smolgen is None else self.smolgen(x)
+        return F.scaled_dot_product_attention(query, key, own if values is None else values, bias)
 
 
 def _smolgen(part: Part, width: int, heads: int, shared: nn.Linear | None) -> nn.Module:

@@ -11,7 +11,6 @@ from pathlib import Path
 import chess
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -53,19 +52,11 @@ class Lc0Task(ChessTask):
 
 
 def open_weights(path: Path | str) -> tuple[Lc0Task, nn.Module]:
-    """Task and fp32 network on the CPU from a weight file; ValueError for a damaged or unsupported file."""
-    try:
-        net = unpack(path)
-        options, read = attention.build(net) or parse(net)
-        task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
-        return task, read if isinstance(read, nn.Module) else task.network_with(read)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, ValidationError):
-            reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"{Path(path).name} cannot be read as an Lc0 network: {reason}") from None
+    """Task and fp32 network on the CPU from a weight file; `open_file` names what is wrong with one."""
+    net = unpack(path)
+    options, read = attention.build(net) or parse(net)
+    task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
+    return task, read if isinstance(read, nn.Module) else task.network_with(read)
 
 
 def planes(batch: Mapping[str, Tensor], history: bool = True) -> Tensor:
