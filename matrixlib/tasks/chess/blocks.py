@@ -41,6 +41,13 @@ def board_mask() -> Tensor:
     return (rows == 0) | (columns == 0) | (rows == columns) | (rows * columns == 2)
 
 
+class GroupNorm(nn.GroupNorm):
+    """Without torch's check of the batch size in Python, which takes as long as the kernel for one position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
 def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
     """BatchNorm2d, or GroupNorm in groups of about 16 channels; ValueError for channels that they do not divide.
     momentum: weight of the new batch."""
@@ -52,7 +59,7 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
             f"GroupNorm: {groups} groups do not divide {channels} channels; use widths that are multiples of "
             f"{GROUP_CHANNELS}, or below {2 * GROUP_CHANNELS}"
         )
-    return nn.GroupNorm(groups, channels)
+    return GroupNorm(groups, channels)
 
 
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
@@ -182,7 +189,7 @@ class ResidualBlock(nn.Module):
                 branch = norm(conv(self.activation(branch) if k else branch))
         if self.se is not None:
             branch = self.se(branch)
-        x = x + self.drop(branch)
+        x = x + (self.drop(branch) if self.training else branch)
         return x if self.preact else self.activation(x)
 
 

@@ -337,8 +337,9 @@ class ChessTask:
         a learned temperature also `temperature` (B,) and `raw`, its parameter."""
         names = self._output_names(terms)
         arguments: list[Any] = [self.planes(batch), names]
-        # CPU only: a GPU gains nothing, and a compiled network would need a graph for each L
-        if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
+        index = batch["policy_index"]
+        # A GPU or one position gains nothing, and a compiled network would need a graph for each L
+        if isinstance(model, PolicyValueNet) and index.device.type == "cpu" and len(index) > 1 and "policy" in names:
             arguments.append(self.network_index(batch))
         out: dict[str, Any] = model(*arguments)
         # Held-out rows use the temperature of their batch
