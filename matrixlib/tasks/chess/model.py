@@ -270,12 +270,13 @@ class PolicyValueNet(nn.Module):
         super().__init__()
         self.config = config
         self.temperature: nn.Module | None = None  # learned distillation temperature
+        self.features: nn.Module | None = None
         self.ssl_chunk = 0  # positions per chunk of the self-supervised heads; 0: the whole batch
         width = config.channels
         if trunk is None and body is None:
             self.stem = ConvNorm(config, input_planes(config), width, 3)
+            self.features = ChessFeatures(config) if config.chess_features else None
             self.tower = nn.ModuleList(_build_tower(config))
-        self.features = ChessFeatures(config) if config.chess_features else None
         if body is None:
             self.policy_head = PolicyHead(config)
             self.value_head = ValueHead(config)

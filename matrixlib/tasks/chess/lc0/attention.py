@@ -17,23 +17,14 @@ from torch.nn import functional as F
 from matrixlib.tasks.chess.blocks import SQUARES, board_mask, in_fp32
 from matrixlib.tasks.chess.config import Lc0Activation, ModelConfig
 from matrixlib.tasks.chess.heads import Head
-from matrixlib.tasks.chess.lc0.weights import (
-    CLOCK,
-    CLOCK_SCALE,
-    LINEAR16,
-    NOW,
-    Message,
-    Place,
-    check_format,
-    network_format,
-    read_layer,
-)
+from matrixlib.tasks.chess.lc0.weights import CLOCK, CLOCK_SCALE, NOW, Message, check_format, form_of, read_layer
 from matrixlib.tasks.chess.model import HEAD_INIT_SCALE, LC0_PLANES, Lc0AttentionPolicy, PolicyValueNet, Trunk
 
 SE_HEADS, BODIES = 4, (6, 7, 134)  # network formats: of the first attention bodies and later ones, 134 an older 7
 ATTENTION, WDL, PE_DENSE, PIECE_PLANES = 3, 2, 2, 12  # formats of policy, value and input embedding; planes
 RESIDUAL, ENCODER, SMOLGEN, VALUE_HEADS, POLICY_HEADS = 2, 27, 35, 44, 45  # fields of Weights
 SMOLGEN_CHANNELS = 32  # per square in the smolgen of a new network
+Place = tuple[tuple[int, int], ...]  # of a layer in Weights: fields, each with its index if it is repeated, else -1
 # Heads by Lc0's names -> fields of PolicyHeads and ValueHeads; fields of a head -> of Weights, in files with one head
 POLICIES, VALUES = {"vanilla": 3, "optimistic": 4, "soft": 5, "opponent": 6}, {"winner": 1, "q": 2, "st": 3}
 OLD_POLICY, OLD_VALUE = {1: 4, 2: 5, 3: 17, 4: 18, 5: 19, 6: 20, 7: 22, 8: 21}, {1: 29, 2: 30, 3: 7, 4: 8, 5: 9, 6: 10}
@@ -148,10 +139,8 @@ class Stem(nn.Module):
         self.embed, self.alpha = nn.Sequential(embed, part.activation()), part.alpha
         if part.dense:
             self.embed.append(part.norm("ip_emb_ln", 39, self.width))
-            self.ffn, self.norm = (
-                part.part("ip_emb_ffn", 41).ffn(self.width),
-                part.norm("ip_emb_ffn_ln", 42, self.width),
-            )
+            self.ffn = part.part("ip_emb_ffn", 41).ffn(self.width)
+            self.norm = part.norm("ip_emb_ffn_ln", 42, self.width)
         gates = (("ip_mult_gate", 33), ("ip_add_gate", 34)) if part.has(33, 34) else ()
         self.gates = nn.ParameterList(part.layer(name, field, self.width, SQUARES) for name, field in gates)
 
@@ -178,7 +167,7 @@ def _maps(squares: Tensor) -> Tensor:
 class Encoder(nn.Module):
     """(B, C, 8, 8) -> (B, C, 8, 8). shared: the network's layer of smolgen."""
 
-    def __init__(self, part: Part, width: int, heads: int, shared: nn.Linear | None) -> None:
+    def __init__(self, part: Part, width: int, heads: int, shared: Any) -> None:
         super().__init__()
         mha, eps = part.part("mha", 1), 1e-3 if part.dense else 1e-6
         if mha.has(10, 11, 12):
@@ -190,14 +179,14 @@ class Encoder(nn.Module):
         self.qkv = nn.ModuleList((query, mha.linear("k", 3, width, inner), mha.linear("v", 5, width, inner)))
         self.dense = mha.linear("dense", 7, inner, width)
         self.smolgen = _smolgen(mha.part("smolgen", 9), width, heads, shared) if mha.has(9) else None
-        self.shared = (shared,)  # no submodule, as it is not this encoder's alone
+        self.shared = (shared,)  # no submodule: a sharded network gathers it with its root
         self.ffn = part.part("ffn", 4).ffn(width)
         self.norms = nn.ModuleList((part.norm("ln1", 2, width, eps), part.norm("ln2", 5, width, eps)))
 
     def forward(self, maps: Tensor) -> Tensor:
         x, scores = _squares(maps), None
         query, key, value = (layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in self.qkv)
-        if self.smolgen is not None and self.shared[0] is not None:
+        if self.smolgen is not None:
             scores = self.shared[0](self.smolgen(x)).unflatten(2, (SQUARES, SQUARES))
         mixed = F.scaled_dot_product_attention(query, key, value, scores)
         x = self.norms[0](x + self.alpha * self.dense(mixed.transpose(1, 2).flatten(2)))
@@ -240,8 +229,8 @@ class Value(nn.Module):
         self.fc3 = head.linear("ip2_val", 5, self.fc1.out_features, 1 if self.scalar else 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(self.fc1(self.activation(self.embed(x)).flatten(1)))
-        out = in_fp32(self.fc3, x)
+        x = self.activation(self.embed(x)).flatten(1)
+        out = in_fp32(self.fc3, self.activation(self.fc1(x)))
         return torch.tanh(out).flatten() if self.scalar else out
 
 
@@ -335,8 +324,8 @@ def build(net: Message) -> tuple[dict[str, Any], Body] | None:
 
 
 def new(config: ModelConfig) -> Message:
-    """The message `Net` of a new network, its layers as tensors: normal, of DeepNet's sizes (Wang et al. 2022,
-    https://arxiv.org/abs/2203.00555), as in Lc0's own training."""
+    """The message `Net` of a new network, with tensors as layers, of DeepNorm's sizes (Wang et al. 2022,
+    https://arxiv.org/abs/2203.00555)."""
     width, options, policy, value = config.channels, config.encoder, config.policy, config.value
     beta, size, extra = (8 * config.blocks) ** -0.25, options.smolgen, options.dense or SQUARES
 
@@ -372,4 +361,4 @@ def new(config: ModelConfig) -> Message:
     last = dense(5, value.hidden, 3 if value.kind == "wdl" else 1, HEAD_INIT_SCALE)
     weights[POLICY_HEADS] = dense(1, width, policy.channels) | {3: query | dense(7, policy.rank, 4, bias=False)}
     weights[VALUE_HEADS] = {1: head | last}
-    return Message({4: {1: LINEAR16, 2: network_format(config)}, 10: weights})
+    return Message({4: {2: form_of(config)}, 10: weights})

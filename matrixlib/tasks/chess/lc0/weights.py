@@ -49,7 +49,6 @@ FORMAT_NAMES = {
 }
 
 Arrays = dict[str, NDArray[np.float64]]
-Place = tuple[tuple[int, int], ...]  # of a layer in the message Weights: fields, with their index if repeated, else -1
 
 
 def unpack(path: Path | str) -> "Message":
@@ -280,11 +279,11 @@ def _net(model: PolicyValueNet, updates: int) -> bytes:
     weights = _encoders(config, arrays, cast(Any, model).places) if encoders else _residual(config, arrays)
     attention = encoders or config.activation == "mish" or config.policy.kind == "attention"
     least = _message((1, 0), (2, 31 if encoders else 29 if attention else 21), (3, 0))  # version of Lc0
-    form = _message((1, LINEAR16), (2, _message(*network_format(config).items())))
+    form = _message((1, LINEAR16), (2, _message(*form_of(config).items())))
     return MAGIC[:5] + _message((3, least), (4, form), (5, _message((1, updates))), (10, _message(*weights)))
 
 
-def network_format(config: ModelConfig) -> dict[int, int]:
+def form_of(config: ModelConfig) -> dict[int, int]:
     """The message `NetworkFormat` of a network."""
     wdl, options, names = 1 + (config.value.kind == "wdl"), config.encoder, get_args(Lc0Activation)
     form = {1: 1, 2: wdl, 3: 4 if config.se_ratio else 3, 4: POLICIES[config.policy.kind], 5: wdl, 6: 0}
@@ -295,16 +294,14 @@ def network_format(config: ModelConfig) -> dict[int, int]:
     return form
 
 
-def _encoders(config: ModelConfig, arrays: Arrays, places: Mapping[str, Place]) -> list[tuple[int, Any]]:
-    """Fields of the weights of an attention body."""
+def _encoders(config: ModelConfig, arrays: Arrays, places: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """Fields of the weights of an attention body. places: as of `AttentionNet`."""
     root: dict[tuple[int, int], Any] = {(28, -1): config.encoder.heads}
     for name, place in places.items():
-        message, values = root, arrays[name]
+        message = root
         for step in place[:-1]:
             message = message.setdefault(step, {})
-        if name == "stem.embed.0.weight":
-            values = _all_planes(config, values)
-        message[place[-1]] = values
+        message[place[-1]] = _all_planes(config, arrays[name]) if name == "stem.embed.0.weight" else arrays[name]
 
     def fields(message: dict[tuple[int, int], Any]) -> list[tuple[int, Any]]:
         return [(n, _message(*fields(one)) if isinstance(one, dict) else one) for (n, _), one in message.items()]
@@ -313,14 +310,12 @@ def _encoders(config: ModelConfig, arrays: Arrays, places: Mapping[str, Place]) 
 
 
 def _all_planes(config: ModelConfig, weight: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights (C, planes, ...) for all of Lc0's planes, from those of the network's, the first of its inputs."""
-    if not config.history:
-        now, rest = np.split(weight, [len(NOW)], axis=1)
-        weight = np.zeros((len(weight), LC0_PLANES, *weight.shape[2:]))
-        weight[:, NOW] = now
-        weight = np.concatenate([weight, rest], axis=1)
-    weight[:, CLOCK] /= CLOCK_SCALE
-    return weight
+    """Weights (C, 112 + N, ...) for all of Lc0's planes and N further inputs, from those of the network's planes."""
+    missing = 0 if config.history else LC0_PLANES - len(NOW)
+    out = np.zeros((len(weight), weight.shape[1] + missing, *weight.shape[2:]))
+    out[:, [*NOW, *range(LC0_PLANES, out.shape[1])] if missing else slice(None)] = weight
+    out[:, CLOCK] /= CLOCK_SCALE
+    return out
 
 
 def _residual(config: ModelConfig, arrays: Arrays) -> list[tuple[int, Any]]:
