@@ -293,8 +293,8 @@ class AttentionNet(PolicyValueNet):
 
     def choose(self, policy: str = "vanilla", value: str = "winner") -> None:
         """Use these heads; ValueError for a head that the network has not."""
-        for heads, name in (self.policy_head, policy), (self.value_head, value):
-            heads.choose(name)
+        for head, name in ("policy_head", policy), ("value_head", value):
+            getattr(self, head).choose(name)
 
 
 def build(net: Message) -> tuple[dict[str, Any], Body] | None:
