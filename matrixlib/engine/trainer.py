@@ -238,9 +238,8 @@ class Trainer:
         before = diagnostics.snapshot(self.model) if at_interval else None
         stats = self._step(batch)
         self._consistent = False
-        self._seconds = time.perf_counter() - started
-        if self.config.validation.interval == "auto":  # timed, to schedule the next one
-            self._seconds = self.ranks.same(self._seconds)
+        seconds, auto = time.perf_counter() - started, self.config.validation.interval == "auto"
+        self._seconds = self.ranks.same(seconds) if auto else seconds  # timed, to schedule the next validation
         self.step, self.micro_step = stats.step, self.micro_step + stats.passes
         if math.isfinite(stats.grad_norm):  # non-finite ones would poison the quantiles
             self._norms.append(stats.grad_norm)
@@ -366,9 +365,10 @@ class Trainer:
             try:
                 if (model := self.evaluation_model()) is not None and match is not None:
                     return match(model, self.step, beat)
-            except (Exception, KeyboardInterrupt, Terminated) as error:  # a signal counts after this update
+            except (Exception, KeyboardInterrupt, Terminated) as error:
                 if not self.step or (self._step.sharded and model is None):  # no first weights; ranks that wait
                     raise
+                self._signals.interrupts += isinstance(error, KeyboardInterrupt)  # for after this update
                 messages.append(Message(Event.MATCH, f"no match: {type(error).__name__}: {first_line(error)}"))
         return None
 

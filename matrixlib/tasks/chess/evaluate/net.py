@@ -162,7 +162,7 @@ class Net(Network):
             raise ValueError("this network has no attention blocks: train one with model.attention.every above 0")
         weights: list[Tensor] = []
 
-        def look(block: Any, inputs: tuple[Tensor]) -> None:
+        def look(block: Any, inputs: Any) -> None:
             tokens = inputs[0] if inputs[0].ndim == 3 else inputs[0].flatten(2).transpose(1, 2)
             weights.append(block.mixed(tokens, torch.eye(64, device=tokens.device).expand(1, block.heads, -1, -1))[0])
 
