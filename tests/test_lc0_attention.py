@@ -137,7 +137,7 @@ def test_its_heads_are_options_of_the_uci_engine(tmp_path: Path) -> None:
         heard = engine.ask(f"setoption name {option}", "isready", until="readyok")
         assert heard[0].startswith(answer)
         engine.end()
-    assert model.chosen == ("optimistic", "winner")
+    assert (model.policy_head.chosen, model.value_head.chosen) == ("optimistic", "winner")
 
 
 @pytest.mark.parametrize("smolgen", [True, False])
@@ -147,11 +147,13 @@ def test_its_attention_is_shown(tmp_path: Path, smolgen: bool) -> None:
     model.tower[1].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0]))
     found = net.attention(board)
     assert found.shape == (3, 4, 64, 64)
-    encoder, x = cast(Any, model.tower[1]), seen[0]
+    encoder, x = cast(Any, model.tower[1]), seen[0].flatten(2).transpose(1, 2)
     query, key = (layer(x).view(64, 4, 6).transpose(0, 1) for layer in encoder.qkv[:2])
-    scores = query @ key.transpose(1, 2) / 6**0.5 + (encoder.smolgen(x)[0] if smolgen else 0)
+    scores = query @ key.transpose(1, 2) / 6**0.5
+    if smolgen:
+        scores += encoder.shared[0](encoder.smolgen(x)).view(4, 64, 64)
     np.testing.assert_allclose(found[1], scores.softmax(2).numpy(), atol=1e-5)
-    cast(Any, model.embed[0]).weight[:, 108] = 0  # of the plane that says who is to move
+    cast(Any, model.stem).embed[0].weight[:, 108] = 0  # of the plane that says who is to move
     turned, mirrored = np.arange(64) ^ 56, net.attention(board.mirror())
     np.testing.assert_allclose(mirrored[:, :, turned][:, :, :, turned], net.attention(board), atol=1e-5)
 

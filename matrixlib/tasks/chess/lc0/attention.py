@@ -241,13 +241,12 @@ class Heads(nn.ModuleDict):
 
     def __init__(self, kind: str, chosen: str, last: str, heads: dict[str, nn.Module]) -> None:
         super().__init__(heads)
-        self.kind, self.last = kind, last
-        self.choose(chosen)
+        self.kind, self.last, self.chosen = kind, last, chosen
+        self.check(chosen)
 
-    def choose(self, name: str) -> None:
+    def check(self, name: str) -> None:
         if name not in self:
             raise ValueError(f"the network has no {self.kind} head '{name}', it has {', '.join(self) or 'none'}")
-        self.chosen = name
 
     @property
     def output_layer(self) -> nn.Module:
@@ -292,9 +291,12 @@ class AttentionNet(PolicyValueNet):
         self.places = body.places
 
     def choose(self, policy: str = "vanilla", value: str = "winner") -> None:
-        """Use these heads; ValueError for a head that the network has not."""
-        for head, name in ("policy_head", policy), ("value_head", value):
-            getattr(self, head).choose(name)
+        """Use these heads; ValueError for a head that the network has not, which changes neither."""
+        heads: list[tuple[Any, str]] = [(self.policy_head, policy), (self.value_head, value)]
+        for head, name in heads:
+            head.check(name)
+        for head, name in heads:
+            head.chosen = name
 
 
 def build(net: Message) -> tuple[dict[str, Any], Body] | None:
