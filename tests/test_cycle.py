@@ -668,7 +668,11 @@ def test_a_cycle_begins_with_a_trained_network_and_keeps_it(reports: Path) -> No
     for start in ("nobody", "latin"):
         with pytest.raises(cycle.CycleError, match=f"^start '.*{start}"):
             cycle.open_cycle("demo", "cpu", "refused", TINY | {"start": start})
-        assert not (reports / "refused" / "cycle.yaml").exists()
+        assert not (reports / "refused").exists()
+    frozen = TINY | {"start": "trained", "network": TINY["network"] | {"train": {"freeze": ["body"]}}}
+    with pytest.raises(ValueError, match=r"train\.freeze: the network has no part 'body'"):
+        cycle.open_cycle("demo", "cpu", "refused", frozen)
+    assert not (reports / "refused").exists(), "nothing is written before"
     changes = TINY | {"start": "trained", "generations": 1}
     current = cycle.open_cycle("demo", "cpu", "c", changes)
     assert current.config.network.model.blocks == 2

@@ -1,6 +1,7 @@
 """Figures of a network on held-out positions: baselines, reliability; python-chess is the oracle."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import chess
 import numpy as np
@@ -11,7 +12,7 @@ from positions import random_positions
 
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.evaluate import held_out
-from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.spec import TASK
 
 FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"
@@ -77,6 +78,7 @@ def loader(net: Net, count: int) -> SimpleNamespace:
     wdl = np.where(np.arange(count)[:, None] % 2 == 0, [[1, 0, 0]], 0).astype(np.float32)
     batch = net.task.inputs(rows, *records.legal_indices(rows))
     batch |= {"wdl": wdl, "result": rows["result"].copy()}
+    batch["policy_weight"] = (batch["policy_index"] >= 0).astype(np.float32)
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     cut = count // 3
     parts = [{name: t[:cut] for name, t in tensors.items()}, {name: t[cut:] for name, t in tensors.items()}]
@@ -85,15 +87,26 @@ def loader(net: Net, count: int) -> SimpleNamespace:
 
 def test_reliability_counts_known_results_alone() -> None:
     net = random_net()
-    actual = held_out.reliability(net, loader(net, 90))  # type: ignore[arg-type]
+    actual = held_out.held_out(net, loader(net, 90))["reliability"]  # type: ignore[arg-type]
     assert list(actual) == ["win", "draw", "loss"]
     for name, points in actual.items():
-        assert points["count"].sum() == 45
-        assert (points["share"] == (1 if name == "win" else 0)).all()
+        assert sum(points["count"]) == 45
+        assert set(points["share"]) == {1 if name == "win" else 0}
     scalar = random_net(**MATRIX0)
-    points = held_out.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
-    assert (points["share"] == 1).all()
-    assert points["count"].sum() == 45
+    points = held_out.held_out(scalar, loader(scalar, 90))["reliability"]["score"]  # type: ignore[arg-type]
+    assert set(points["share"]) == {1}
+    assert sum(points["count"]) == 45
+
+
+def test_reliability_is_of_what_the_network_predicts() -> None:
+    net = random_net()
+    batch, _ = loader(net, 90).sequential(0, 0)
+    batch["wdl"][:] = torch.tensor([1.0, 0.0, 0.0])
+    one: Any = SimpleNamespace(sequential=lambda batch_size, sample: iter([batch]))
+    figures = held_out.held_out(net, one)
+    said = net.predict({name: batch[name].numpy() for name in INPUTS if name in batch})["wdl"]
+    for k, points in enumerate(figures["reliability"].values()):
+        assert np.average(points["probability"], weights=points["count"]) == pytest.approx(said[:, k].mean(), rel=1e-5)
 
 
 def test_bins_hold_what_was_said_and_what_is_so() -> None:

@@ -23,7 +23,7 @@ from toy_shards import LAYOUT, META, Toy, process, toy_batch, toy_shards
 from matrixlib.data import loader as loader_module
 from matrixlib.data import reader as reader_module
 from matrixlib.data.catalogue import Catalogue, ShardRow
-from matrixlib.data.loader import Loader, Prepare, WorkerTraceback
+from matrixlib.data.loader import Loader, Prepare, WorkerBatch, Workers, WorkerTraceback
 from matrixlib.data.order import generator, merge_ranges
 from matrixlib.data.reader import WHOLE, LoaderError, kept_rows
 from matrixlib.data.shards import BLOCK, Batch, write_shard
@@ -240,16 +240,25 @@ def hang_once(flag: str, prepare: Prepare, batch: Batch, rng: np.random.Generato
 def test_a_worker_that_hangs_is_ended_and_started_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "MAX_RESTARTS", 20)  # on a busy machine a start may take as long as a hang
-    said = list[str]()
-    prepare = partial(hang_once, str(tmp_path / "flag"), Toy().prepare)
+    flag, said = tmp_path / "flag", list[str]()
+
+    class Patient(Workers):
+        """Starts of workers may take any time."""
+
+        def take(self, timeout: float) -> WorkerBatch:
+            while not flag.exists():
+                time.sleep(0.01)
+            return super().take(0.0 if said else timeout)
+
+    monkeypatch.setattr(loader_module, "Workers", Patient)
+    prepare = partial(hang_once, str(flag), Toy().prepare)
     loader = open_loader(folder, workers=1, prefetch=1, prepare=prepare, timeout=2.0, on_loss=said.append)
     got = list(loader.batches(0, 6))
     assert all(equal(a, b) for a, b in zip(got, open_loader(folder).batches(0, 6), strict=True))
     assert "as one gave nothing for 2 s; is the disk slow, or data.timeout too short? use fewer workers" in said[0]
     assert loader.prefetch_stats()["prepare"] > 0
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "flag").read_text()), 0)
+        os.kill(int(flag.read_text()), 0)
 
 
 def test_workers_are_tried_before_they_are_needed(folder: Path) -> None:

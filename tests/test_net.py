@@ -86,6 +86,18 @@ def test_a_thousand_positions_are_tensors_in_one_call(model: dict[str, Any]) -> 
     np.testing.assert_allclose(net.values([chess.Board(fen) for fen in fens]), expected["value"], atol=1e-5)
 
 
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_a_position_alone_is_evaluated_as_among_others(encoding: str) -> None:
+    """Alone the attention policy computes the logits of all moves, among others those of the legal ones."""
+    net = random_net(encoding=encoding, policy={"kind": "attention"})
+    batch = packed(net, 8)
+    whole = net.predict(batch)
+    for row in range(8):
+        alone = net.predict({name: array[row : row + 1] for name, array in batch.items()})
+        for name, expected in whole.items():
+            np.testing.assert_allclose(alone[name][0], expected[row], rtol=1e-5, atol=1e-5)
+
+
 def test_maps_are_probabilities_and_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
     evaluation, over = net.evaluate([KIWIPETE, "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3"])
     shapes = {head: maps.shape for head, maps in evaluation.ssl.items()}

@@ -166,12 +166,26 @@ def test_the_first_updates_of_a_matrix_are_the_library_s(name: str) -> None:
     torch.testing.assert_close(own, theirs, rtol=2e-2 if name == "muon" else 1e-5, atol=1e-5)  # in bf16
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_updates_import_no_compiler(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Importing it takes as long as importing torch."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    net = matrix()
+    ours = optim.optimiser(net, load_config("demo", {"optim": changes(name)}).optim, CPU)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours.step()
+    optim.load_optimiser(ours, net, optim.optimiser_tensors(ours, net), optim.optimiser_counters(ours))
+    ours.step()
+    ours.zero_grad()
+
+
 def test_8_bit_adamw_is_plain_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of another optimiser is asked for."""
     monkeypatch.setattr(optim.importlib.util, "find_spec", lambda name: None)
     with pytest.warns(RuntimeWarning, match="bitsandbytes is not installed"):
         adamw = optim.optimiser(ToyNet(), settings(optim={"optimiser": "adamw_8bit"}).optim, CPU)
-    assert type(adamw) is torch.optim.AdamW
+    assert type(adamw) is optim.AdamW
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(ValueError, match=r"optimiser lamb needs pytorch-optimizer .*pip install"):
         optim.optimiser(ToyNet(), settings(optim={"optimiser": "lamb"}).optim, CPU)

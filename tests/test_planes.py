@@ -10,6 +10,7 @@ from positions import hard_positions, random_positions
 
 from matrixlib.tasks.chess import planes, records
 
+ENCODINGS = ("oriented", "matrix0")
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
@@ -68,12 +69,12 @@ def test_matrix0_parity(shared: Path) -> None:
 
 
 def test_move_maps() -> None:
-    tables = torch.cat([planes.move_map(encoding) for encoding in planes.ENCODINGS])
+    tables = torch.cat([planes.move_map(encoding) for encoding in ENCODINGS])
     assert torch.equal(tables.sort(dim=1).values, torch.arange(4672).repeat(4, 1))
     assert torch.equal(planes.move_map("oriented")[1], torch.arange(4672))
 
 
-@pytest.mark.parametrize("encoding", planes.ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_hidden_squares_vanish_from_the_piece_planes_alone(encoding: str) -> None:
     some = boards()
     batch = packed(records.from_boards(some))
@@ -97,7 +98,7 @@ def test_long_games_and_clocks_are_clipped_as_matrix0_does() -> None:
     assert planes.planes(packed(rows), "oriented")[0, 18].unique().item() == pytest.approx(2.5)
 
 
-@pytest.mark.parametrize("encoding", planes.ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_move_keys_are_from_and_to_squares_and_pieces_of_under_promotions(encoding: str) -> None:
     ends, place = planes.move_keys(encoding)
     table, width = planes.move_map(encoding), 64 + 3 * len(ends)

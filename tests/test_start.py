@@ -155,6 +155,7 @@ def test_training_goes_on_from_a_checkpoint_of_matrix0(shared: Path, reports: Pa
         assert torch.equal(net.model.state_dict()[name], tensor), name
     same = type(loaded)(loaded.model, loaded.task, run.runtime)
     figures, expected = (run.spec.evaluate(one, run.data.validation, run.catalogue) for one in (net, same))
+    assert figures.pop("reliability").keys() == expected.pop("reliability").keys() == {"score"}
     assert figures.pop("baselines") == expected.pop("baselines")
     assert figures == pytest.approx(expected, abs=1e-4)
     assert next(run.train()).step == 1

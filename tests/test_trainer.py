@@ -30,6 +30,7 @@ from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.signals import Terminated
 from matrixlib.engine.stats import Action, Event, Stats
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Context, Trainer
@@ -361,27 +362,30 @@ def test_a_parameter_is_dead_that_no_row_uses_and_not_one_that_few_use(
     model.plane.register_forward_hook(
         lambda head, _, out: out + 0 * model.dead + (head.training and next(passes) == 8) * model.rare
     )
-    trainer, stats = train(tmp_path, model=model)
+    trainer, stats = train(tmp_path, 2, model=model)
     assert {"dead", "rare"} <= set(trainer.gradients.zero)
+    stats += train(tmp_path, model=model)[1]  # resumed
     told = {one.step: text for one in stats for text in one.messages if "gradient" in text}
     text = "dead in the first 100 rows, an all-zero gradient: dead; look at initialisation and loss"
     assert told == {5: text}, "no sooner than after so many rows"
 
 
-def test_a_match_that_fails_costs_the_match_and_no_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_match_that_fails_costs_the_match_and_no_update(tmp_path: Path, number: int, end: type) -> None:
     figures = {"elo": 1.0, "low": 0.0, "high": 2.0, "score": 0.5, "games": 2.0}
 
     def match(model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
         if step == 4:
             raise torch.OutOfMemoryError("no memory for 2 GiB\nmore")
         if step == 6:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
+            beat()  # ends the match
         return figures if step else None
 
     sections = {"validation": {"strength": {"every": 2}}, "train": {"statistics_interval": 2}}
     config = settings(**sections, checkpoint={"interval": 100})
     trainer = build(tmp_path / "run", config=config, strength=match)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(end):
         list(trainer.train())
     trainer.checkpoints.join()
     assert (trainer.step, trainer.checkpoints.newest().step) == (6, 6)

@@ -121,7 +121,7 @@ class Network:
             flat = torch.cat([tensor.float().reshape(len(tensor), -1) for tensor in out.values()], dim=1)
         whole, column, parts = flat.cpu().numpy()[:count], 0, {}
         for name, tensor in out.items():
-            width = tensor[0].numel()
+            width = tensor.numel() // len(tensor)
             parts[name] = whole[:, column : column + width].reshape(count, *tensor.shape[1:])
             column += width
         return parts

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -94,18 +95,16 @@ def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) 
             "returns its first and last layers (of an own task), or choose another optim.optimiser"
         )
     edges = {inner for layer in network.edges() for inner in layer.modules()} if muon else set()
-    parameters: dict[int, nn.Parameter] = {}
-    kinds: dict[int, tuple[bool, bool]] = {}
+    kinds: dict[nn.Parameter, tuple[bool, bool]] = {}
     for module in network.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and not isinstance(module, SGDParameters):
-                key, allowed = id(parameter), isinstance(module, DECAYED) and parameter.ndim >= 2
-                decays, hidden = kinds.get(key, (True, muon))
-                parameters[key] = parameter
-                kinds[key] = allowed and decays, allowed and hidden and module not in edges
+                allowed = isinstance(module, DECAYED) and parameter.ndim >= 2
+                decays, hidden = kinds.get(parameter, (True, muon))
+                kinds[parameter] = allowed and decays, allowed and hidden and module not in edges
     groups: list[dict[str, Any]] = []
     for decayed, orthogonal in (True, True), (True, False), (False, False):
-        members = [parameter for key, parameter in parameters.items() if kinds[key] == (decayed, orthogonal)]
+        members = [parameter for parameter, kind in kinds.items() if kind == (decayed, orthogonal)]
         decay = weight_decay if decayed else 0.0
         groups += [{"params": members, "weight_decay": decay, "orthogonal": orthogonal}] if members else []
     return groups
@@ -134,7 +133,7 @@ def optimiser(
     base, moments = rate | {"foreach": True}, {"betas": (config.beta1, config.beta2), "eps": config.eps}
     fast = rate | moments | {"fused": fused, "foreach": None if fused else True}
     package, name, options = {
-        "adamw": ("torch.optim", "AdamW", fast),
+        "adamw": (__name__, "AdamW", fast),
         "muon": (__name__, "Muon", fast | {"momentum": config.momentum}),
         "normuon": (__name__, "Muon", fast | {"momentum": config.momentum, "even_rows": True}),
         "adam": ("torch.optim", "Adam", fast),
@@ -262,7 +261,17 @@ def add_noise(gradients: Sequence[Tensor], variance: float, seed: int, update: i
         gradient.add_(drawn, alpha=variance**0.5)
 
 
-class Muon(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
+    """torch's, whose methods import torch's compiler when they are first called, which takes as long as torch."""
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class Muon(AdamW):
     """Muon for groups with `orthogonal: True`, AdamW for the others, with one learning rate.
 
     A kernel (O, I, h, w) is a matrix (O, I * h * w); those of equal shape are orthogonalised in one batch (torch's

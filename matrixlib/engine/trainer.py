@@ -24,7 +24,7 @@ from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor, first_line
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.parts import Parts
-from matrixlib.engine.signals import deferred
+from matrixlib.engine.signals import Terminated, deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, Teacher
@@ -98,8 +98,7 @@ class Trainer:
         self._fresh = not config.train.init  # False for pretrained weights
         self._limiter = RateLimiter(max(config.train.statistics_interval, self.steps // MESSAGES_OF_A_KIND))
         self._rollback: tuple[Message, ...] = ()  # for the next row: its own was truncated
-        self._extra: dict[str, float] = {}
-        self._seconds, self._heartbeat_at = 0.0, -math.inf  # seconds of the last update
+        self._extra, self._seconds, self._heartbeat_at = dict[str, float](), 0.0, -math.inf  # seconds of an update
         self._consistent = True  # False between applying an update and finishing its bookkeeping
 
     @property
@@ -239,9 +238,8 @@ class Trainer:
         before = diagnostics.snapshot(self.model) if at_interval else None
         stats = self._step(batch)
         self._consistent = False
-        self._seconds = time.perf_counter() - started
-        if self.config.validation.interval == "auto":  # timed, to schedule the next one
-            self._seconds = self.ranks.same(self._seconds)
+        seconds, auto = time.perf_counter() - started, self.config.validation.interval == "auto"
+        self._seconds = self.ranks.same(seconds) if auto else seconds  # timed, to schedule the next validation
         self.step, self.micro_step = stats.step, self.micro_step + stats.passes
         if math.isfinite(stats.grad_norm):  # non-finite ones would poison the quantiles
             self._norms.append(stats.grad_norm)
@@ -268,10 +266,9 @@ class Trainer:
                 hook(stats, batch)  # may call `log`
         row = replace(stats, extra=dict(self._extra) or None, messages=self._rollback + stats.messages)
         self._rollback, self._extra = (), {}
-        measured = row.validation or row.strength or row.statistics
-        happened = row.action is not Action.OK or row.messages or row.extra or measured
-        edge = self.step in (1, self.steps) or self.stop_reason
-        self.metrics.write(row.row(), always=bool(happened or edge))
+        measured = row.validation or row.strength or row.statistics or row.extra
+        happened = row.action is not Action.OK or row.messages or self.step in (1, self.steps) or self.stop_reason
+        self.metrics.write(row.row(), always=bool(happened or measured))
         if halted:
             raise TrainingHalted(f"{halted} Evidence: {self._keep_evidence(Action.HALT)}")
         if target is not None:
@@ -345,8 +342,7 @@ class Trainer:
         if phase is not None and self.curriculum is not None:
             self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
         if not math.isfinite(validation.loss):
-            text = f"{kind} validation loss is {validation.loss} after update {self.step}"
-            messages.append(Message(Event.VALIDATION, text))
+            messages += [Message(Event.VALIDATION, f"{kind} validation loss is {validation.loss}")]
         if self._cadence.clearly_worse(kind, validation.loss) and (off := self._step.switch_off()):
             text = f"the held-out loss has become clearly worse: {', '.join(sorted(off))} is off from now on"
             messages.append(Message(Event.AUXILIARY_OFF, text))
@@ -357,14 +353,19 @@ class Trainer:
 
     def _measure_strength(self, messages: list[Message]) -> dict[str, float] | None:
         """Play the match of `validation.strength`, if due, on rank 0; an error or interrupt costs the match alone."""
+
+        def beat() -> None:
+            self.write_heartbeat("validation")
+            self._signals.check()
+
         every, match, model = self.config.validation.strength.every, self.context.strength, None
         if not every or (self.step % every and self.step < self.steps and not self.stop_reason):
             return None
         with self._step.clock.phase("strength"):
             try:
                 if (model := self.evaluation_model()) is not None and match is not None:
-                    return match(model, self.step, partial(self.write_heartbeat, "validation"))
-            except (Exception, KeyboardInterrupt) as error:
+                    return match(model, self.step, beat)
+            except (Exception, KeyboardInterrupt, Terminated) as error:
                 if not self.step or (self._step.sharded and model is None):  # no first weights; ranks that wait
                     raise
                 self._signals.interrupts += isinstance(error, KeyboardInterrupt)  # for after this update
@@ -402,11 +403,9 @@ class Trainer:
         self.ranks.gather(None)  # barrier: all have read it
         if self.ranks.first:
             self.checkpoints.discard_after(checkpoint.step)
-        return Message(
-            Event.ROLLBACK,
-            f"rolled back to the checkpoint of update {checkpoint.step} ({health.last}); batches {start} to "
-            f"{stop - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}",
-        )
+        text = f"rolled back to the checkpoint of update {checkpoint.step} ({health.last}); batches {start} to "
+        text += f"{stop - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}"
+        return Message(Event.ROLLBACK, text)
 
     def _keep_evidence(self, action: Action) -> Path:
         if not self.ranks.first:
@@ -418,7 +417,7 @@ class Trainer:
         """Restore a checkpoint except for the step's state; truncates metrics.jsonl."""
         state = checkpoint.state
         self._cadence = ValidationSchedule.from_dict(self.config.validation, state["cadence"])
-        self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
+        self._norms, self._silent = deque(state["gradient_norms"], maxlen=WINDOW), tuple(state.get("silent", ()))
         self.skip = [(start, stop) for start, stop in state["skip"]]
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
@@ -451,6 +450,7 @@ class Trainer:
             "curriculum": self.curriculum.state_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
             "gradient_norms": list(self._norms),
+            "silent": self._silent,
             "initial": self.initial,
             "messages": self._limiter.to_dict(),
         }

@@ -58,15 +58,14 @@ def open_cycle(
     """
     config = games.load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
-    trainings = {_training(name, number): "run.json" for number in range(1, config.generations + 1)}
+    trainings = {f"{name}-{number:03d}": "run.json" for number in range(1, config.generations + 1)}
     for taken, file in {name: "cycle.yaml", **trainings}.items():
         if problem := name_conflict(taken, file):
             raise CycleError(f"cycle name {taken!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
-    spec = get_task(config.network.task)
     for source in config.sources:  # an unknown one is refused before any game
-        spec.catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
+        get_task(config.network.task).catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
     games.judges(config)  # refuse missing tables before any game
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     rules, book, plies = games.rules(config), config.selfplay.openings, config.selfplay.opening_plies
@@ -74,14 +73,18 @@ def open_cycle(
     if book:
         rules.read_openings(book, plies, 1, config.seed)
     books = {file: file_hash(files.from_home(file)) for file in (book, config.match.openings) if file}
+    config, start = _with_start(path, config)
+    if config.network.train.freeze:  # refuse unknown parts before anything is written
+        optim.freeze(games.build(config), config.network.train.freeze)
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
     # A separate lock for starting it, as a cycle in training may be opened for reading.
     with FileLock(folder / "opening.lock"):
-        config = _with_start(folder, config)
-        if config.network.train.freeze:  # refuse unknown parts before any game
-            optim.freeze(games.build(config), config.network.train.freeze)
         if not path.exists():
+            if start is not None:
+                kept = safetensors.torch.save(dict(start.tensors))
+                files.write_bytes(folder / games.START, kept)
+                write_json(folder / "start.json", {**start.record, "kept": hashlib.sha256(kept).hexdigest()})
             write_json(folder / "openings.json", books)
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
@@ -102,12 +105,12 @@ def open_cycle(
     return Cycle(folder, config, runtime)
 
 
-def _with_start(folder: Path, config: CycleConfig) -> CycleConfig:
-    """The configuration with the architecture of its `start`, whose weights are kept in the folder as the cycle begins.
-    CycleError if a cycle cannot train it."""
+def _with_start(path: Path, config: CycleConfig) -> tuple[CycleConfig, starts.Start | None]:
+    """The configuration with the architecture of its `start`, and the weights, until the cycle has begun (has its file
+    at `path`). CycleError if a cycle cannot train it."""
+    network, found = config.network, None
     if not config.start:
-        return config
-    path, network = folder / "cycle.yaml", config.network
+        return config, None
     if path.exists():
         stored = configuration.read_yaml_file(path, str(path)).get("network", {})
         model = stored.get("model", {}) if isinstance(stored, Mapping) else {}
@@ -117,20 +120,11 @@ def _with_start(folder: Path, config: CycleConfig) -> CycleConfig:
             if type(options) is not type(network.model):
                 raise CycleError(f"its network ({type(options).__name__}) cannot be trained")
             model = configuration.dump(options)
-            init = {"model": model, "train": {"init": config.start}}
-            own = changed(network, init)
+            own = changed(network, {"model": model, "train": {"init": config.start}})
             found = starts.read_start(own, get_task(own.task).task(own))
         except ValueError as error:
             raise CycleError(f"start '{config.start}': {str(error).removeprefix('train.init: ')}") from error
-        kept = safetensors.torch.save(dict(found.tensors))
-        files.write_bytes(folder / games.START, kept)
-        write_json(folder / "start.json", {**found.record, "kept": hashlib.sha256(kept).hexdigest()})
-    return config.model_copy(update={"network": changed(network, {"model": model})})
-
-
-def _training(cycle: str, number: int) -> str:
-    """Run name of a generation's training."""
-    return f"{cycle}-{number:03d}"
+    return config.model_copy(update={"network": changed(network, {"model": model})}), found
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
@@ -287,7 +281,7 @@ class Cycle:
             overrides["train"] = {"steps": generation.steps}
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
-        run = runs.open_run(str(preset), run=_training(self.name, number), overrides=overrides, kind="cycle")
+        run = runs.open_run(str(preset), run=f"{self.name}-{number:03d}", overrides=overrides, kind="cycle")
         with closing(run):
             if not run.trainer.step:
                 run.trainer.start_from(optim.named_tensors(self.network(generation.start).model))

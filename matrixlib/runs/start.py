@@ -95,9 +95,8 @@ def source_weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], A
         options = net.task.config.model  # type: ignore[attr-defined]
         tensors = {name: tensor.contiguous() for name, tensor in net.model.state_dict().items()}
         counts = [count for name, count in tensors.items() if name.endswith("num_batches_tracked")]
-        if getattr(options, "encoding", "") == "lc0" and not (counts and all(counts)):
-            what = "its batch norm folded in" if counts else "an attention body"
-            raise RunError(f"train.init: '{source}' has {what}, so it can be played, not trained on")
+        if getattr(options, "encoding", "") == "lc0" and not all(counts):
+            raise RunError(f"train.init: '{source}' has its batch norm folded in, so it can be played, not trained on")
         return tensors, options, file_hash(folder), set()
     given = parse_config(*read_run_config(folder), config.task)
     if given.task != config.task:

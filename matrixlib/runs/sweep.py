@@ -93,10 +93,9 @@ def parse(key: str, values: Any) -> list[Any] | Range:
     whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (form[2], form[3]))
     number = int if whole else float
     found = Range(number(form[2]), number(form[3]), bool(form[1]), whole, int(form[4] or 0))
+    ascends = found.low < found.high < math.inf
     problems: dict[str, object] = {
-        "it goes down, or nowhere: the first number must be less than the second": not found.low
-        < found.high
-        < math.inf,
+        "it goes down, or nowhere: the first number must be less than the second": not ascends,
         f"it is logarithmic and begins at {form[2]}: begin above 0": found.log and found.low <= 0,
         "it has too few points: a range in a grid needs 2 at least": form[4] and found.points < 2,
     }

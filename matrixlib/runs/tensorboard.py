@@ -67,10 +67,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     for run in arguments:
         folder = Path(run) if os.path.isdir(run) else files.reports_root() / run
-        if not all(os.path.isfile(folder / name) for name in ("run.json", "metrics.jsonl")):
-            print(f"no run at '{folder}': expected a folder with run.json and metrics.jsonl", file=sys.stderr)
-            return 1
         try:
+            if not all(os.path.isfile(folder / name) for name in ("run.json", "metrics.jsonl")):
+                raise ValueError(f"no run at '{folder}': expected a folder with run.json and metrics.jsonl")
             with files.writing(folder):
                 Events(folder, metrics.read(folder / "metrics.jsonl")).close()
         except ValueError as error:

@@ -41,6 +41,13 @@ def board_mask() -> Tensor:
     return (rows == 0) | (columns == 0) | (rows == columns) | (rows * columns == 2)
 
 
+class GroupNorm(nn.GroupNorm):
+    """Without torch's check of the batch size in Python, which takes as long as the kernel for one position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
 def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
     """BatchNorm2d, or GroupNorm in groups of about 16 channels; ValueError for channels that they do not divide.
     momentum: weight of the new batch."""
@@ -52,7 +59,7 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
             f"GroupNorm: {groups} groups do not divide {channels} channels; use widths that are multiples of "
             f"{GROUP_CHANNELS}, or below {2 * GROUP_CHANNELS}"
         )
-    return nn.GroupNorm(groups, channels)
+    return GroupNorm(groups, channels)
 
 
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
@@ -182,7 +189,7 @@ class ResidualBlock(nn.Module):
                 branch = norm(conv(self.activation(branch) if k else branch))
         if self.se is not None:
             branch = self.se(branch)
-        x = x + self.drop(branch)
+        x = x + (self.drop(branch) if self.training else branch)
         return x if self.preact else self.activation(x)
 
 
@@ -210,20 +217,14 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2)
-        mixed = self._mixed(tokens).transpose(1, 2).reshape(tokens.shape)
+        mixed = self.mixed(tokens).transpose(1, 2).reshape(tokens.shape)
         branch = self.drop(self.proj(mixed))
         if not self.post:
             return x + branch.transpose(1, 2).unflatten(2, (8, 8))
         out = self.norm(tokens + branch).transpose(1, 2).unflatten(2, (8, 8))
         return out.contiguous() if x.is_contiguous() else out  # keep the memory format
 
-    def weights(self, x: Tensor) -> Tensor:
-        """Attention weights (B, heads, 64, 64) for an input (B, C, 8, 8): row i is what square i looks at, and sums to
-        1; squares in the order of the planes."""
-        identity = torch.eye(SQUARES, dtype=x.dtype, device=x.device).expand(x.shape[0], self.heads, -1, -1)
-        return self._mixed(x.flatten(2).transpose(1, 2), identity)
-
-    def _mixed(self, tokens: Tensor, values: Tensor | None = None) -> Tensor:
+    def mixed(self, tokens: Tensor, values: Tensor | None = None) -> Tensor:
         """Weights times values (B, heads, 64, ...), by default those of the tokens (B, 64, C)."""
         qkv = self.qkv(tokens if self.post else self.norm(tokens)).view(tokens.shape[0], SQUARES, 3, self.heads, -1)
         query, key, own = qkv.permute(2, 0, 3, 1, 4)

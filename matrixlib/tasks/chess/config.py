@@ -22,6 +22,7 @@ from matrixlib.config import (
 from matrixlib.engine.curriculum import SourceCurriculumConfig
 
 Activation = Literal["silu", "relu", "gelu", "mish"]
+Lc0Activation = Literal["default", "mish", "relu", "none", "tanh", "sigmoid", "selu", "swish", "squared_relu"]
 SSLHead = Literal["piece", "threat", "pin", "fork", "control"]
 SSL_CHANNELS = {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}
 LC0_OPTIONS: dict[str, tuple[Any, ...]] = {  # of the networks that Lc0's weight files hold
@@ -56,6 +57,15 @@ class AttentionConfig(Section):
     norm: Literal["pre", "post"] = option("pre", "LayerNorm before attention, or after the residual sum as in Matrix0")
 
 
+class EncoderConfig(Section):
+    heads: Width = option(4, "attention heads; must divide `channels`")
+    ffn_ratio: Positive = option(2.0, "hidden width of the feed-forward layers relative to `channels`")
+    ffn_activation: Lc0Activation = option("default", "activation of the feed-forward layers; default: `activation`")
+    smolgen: CountOrZero = option(0, "width of smolgen, scores made from the whole board; 0 = none, 256 in Lc0's own")
+    smolgen_activation: Lc0Activation = option("default", "activation of smolgen; default: `activation`")
+    dense: CountOrZero = option(0, "channels per square made from the whole board (PE_DENSE); 0 = PE_MAP")
+
+
 class PolicyHeadConfig(Section):
     kind: Literal["conv", "attention", "factored", "dense"] = option(
         "conv",
@@ -87,8 +97,11 @@ class ModelConfig(Section):
         "`lc0` networks see the seven positions before, in training as far as the game's rows are stored one after "
         "another; false: only this one",
     )
+    trunk: Literal["residual", "encoder"] = option(
+        "residual", "residual blocks; `encoder`: those of Lc0's attention bodies, for GPUs (guide lc0)"
+    )
     channels: Width = option(48, "trunk width")
-    blocks: Annotated[int, Field(ge=0, le=1024)] = option(6, "residual blocks")
+    blocks: Annotated[int, Field(ge=0, le=1024)] = option(6, "residual blocks, or encoders")
     block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1 (costs top-1)")
     bottleneck: Width = option(2, "reduction of a bottleneck block: its inner width is channels // bottleneck")
     preact: bool = option(True, "pre-activation blocks: norm and activation before each convolution")
@@ -101,6 +114,7 @@ class ModelConfig(Section):
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and heads")
     chess_features: bool = option(False, "Matrix0's position encoding and feature convolutions")
     attention: AttentionConfig = AttentionConfig()
+    encoder: EncoderConfig = EncoderConfig()
     policy: PolicyHeadConfig = PolicyHeadConfig()
     value: ValueHeadConfig = ValueHeadConfig()
     ssl: tuple[SSLHead, ...] = option(("threat", "control"), "self-supervised heads; [] = none")
@@ -110,11 +124,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _divides(self, info: ValidationInfo) -> Self:
-        if self.attention.every and self.channels % self.attention.heads:
+        ours = self.trunk == "encoder" and not info.context
+        part = "encoder" if ours else "attention" if self.attention.every else ""
+        if part and self.channels % (heads := getattr(self, part).heads):
             good = [h for h in range(1, 65) if self.channels % h == 0]
-            raise ValueError(
-                f"attention.heads {self.attention.heads} does not divide channels {self.channels}; use one of {good}"
-            )
+            raise ValueError(f"{part}.heads {heads} does not divide channels {self.channels}; use one of {good}")
+        if ours and (self.channels % 16 or self.encoder.smolgen % 16):
+            given = f"channels {self.channels} and encoder.smolgen {self.encoder.smolgen}"
+            raise ValueError(f"{given} must be multiples of 16 for trunk encoder, as Lc0's GPU backends want it")
+        if self.trunk == "encoder" and (self.encoding != "lc0" or not self.blocks):
+            raise ValueError("trunk encoder needs encoding lc0 (preset lc0_quick) and blocks above 0")
         if len(set(self.ssl)) != len(self.ssl):
             raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
         if self.encoding == "lc0" and (changes := lc0_changes(self, bool(info.context))):
@@ -129,6 +148,9 @@ def lc0_changes(model: ModelConfig, read: bool = False) -> str:
     wanted = LC0_OPTIONS | {"value.activation": ("mish",) if model.activation == "mish" else ("relu",)}
     if not read:  # its ONNX backends crash for other widths
         wanted |= {"value.channels": (32,), "value.hidden": (128,)}
+    if model.trunk == "encoder":
+        wanted |= {"policy.kind": ("attention",), "dropout": (0.0,), "droppath": (0.0,)}
+        wanted.pop("value.channels", None)
     if model.policy.kind == "conv":
         wanted["policy.channels"] = (model.channels,)  # Lc0 reads past the weights of another width without a word
     given = {name: reduce(getattr, name.split("."), model) for name in wanted}

@@ -8,7 +8,7 @@ rank 8 of White's board (`matrix0`), column 0 the a-file.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,11 +65,11 @@ def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_
 
 @functools.lru_cache
 def training_flops(
-    config: ModelConfig, heads: frozenset[str], trunk: Trunk | None = None, own: tuple["Head", ...] = ()
+    config: ModelConfig, heads: frozenset[str], *parts: Any, network: "Callable[..., PolicyValueNet] | None" = None
 ) -> int:
-    """Training FLOPs per position, without recomputation by activation checkpointing. own: custom heads."""
+    """Training FLOPs per position, without recomputation by activation checkpointing. parts: custom trunk and heads."""
     with torch.device("meta"):
-        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own)
+        net = (network or PolicyValueNet)(config.model_copy(update={"checkpoint_every": 0}), *parts)
     return flops(net, input_planes(config), heads, backward=True)
 
 
@@ -223,6 +223,10 @@ class ValueHead(nn.Module):
         self.fc2 = nn.Linear(options.hidden, half) if config.encoding != "lc0" else None
         self.fc3 = nn.Linear(half, 1 if self.scalar else 3)
 
+    @property
+    def output_layer(self) -> nn.Module:
+        return self.fc3
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
         if self.attention is not None:
@@ -251,28 +255,39 @@ class PolicyValueNet(nn.Module):
     """The chess network: planes -> trunk -> heads by name.
 
     trunk: builds a custom trunk (B, 19, 8, 8) -> (B, config.channels, 8, 8). heads: custom heads. Both keep their own
-    initialisation. Matrix0's auxiliary heads are frozen and exist only for its checkpoints.
+    initialisation. body: stem, tower, policy_head, value_head and others, initialised, in place of ours.
+    Matrix0's auxiliary heads are frozen and exist only for its checkpoints.
     ValueError for widths that GroupNorm cannot divide, a trunk with another output shape and a duplicate head name.
     """
 
-    def __init__(self, config: ModelConfig, trunk: Trunk | None = None, heads: Sequence["Head"] = ()) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        trunk: Trunk | None = None,
+        heads: Sequence["Head"] = (),
+        body: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.temperature: nn.Module | None = None  # learned distillation temperature
+        self.features: nn.Module | None = None
         self.ssl_chunk = 0  # positions per chunk of the self-supervised heads; 0: the whole batch
         width = config.channels
-        if trunk is None:
+        if trunk is None and body is None:
             self.stem = ConvNorm(config, input_planes(config), width, 3)
             self.features = ChessFeatures(config) if config.chess_features else None
             self.tower = nn.ModuleList(_build_tower(config))
-        self.policy_head = PolicyHead(config)
-        self.value_head = ValueHead(config)
+        if body is None:
+            self.policy_head = PolicyHead(config)
+            self.value_head = ValueHead(config)
         inner = max(1, width // 2)
         self.ssl_heads = nn.ModuleDict({name: SquareHead(config, inner, SSL_CHANNELS[name]) for name in config.ssl})
         auxiliary = AUXILIARY_CHANNELS.items() if config.auxiliary else ()
         self.auxiliary = nn.ModuleDict({name: SquareHead(config, AUXILIARY_WIDTH, n) for name, n in auxiliary})
         self.auxiliary.requires_grad_(False)
         _initialise(self, tower_depth(config))
+        for name, module in (body or {}).items():
+            self.add_module(name, module)
         self.own_trunk = None if trunk is None else _check_trunk(trunk(config), config)
         names = [head.name for head in heads]
         for name in names:
@@ -314,7 +329,7 @@ class PolicyValueNet(nn.Module):
         """Input and output layers, which Muon leaves to Adam; custom heads as a whole."""
         first = [self.stem] if self.own_trunk is None else []
         squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
-        return [*first, self.policy_head.output_layer, self.value_head.fc3, *squares, *self.own_heads.values()]
+        return [*first, self.policy_head.output_layer, self.value_head.output_layer, *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
         """The FSDP units: modules that a sharded network gathers one at a time."""
@@ -374,7 +389,7 @@ def _build_tower(config: ModelConfig) -> list[nn.Module]:
 
 def _initialise(net: PolicyValueNet, blocks: int) -> None:
     """He-normal convolutions, Xavier linear layers; scaled-down output layers of heads and residual branches."""
-    if next(net.parameters()).is_meta:
+    if any(parameter.is_meta for parameter in net.parameters()):
         return  # `normal_` of a tensor without values would import torch._dynamo, which takes seconds
     # Losses start at chance level and the sum of all branches at about the size of one. Exception: post-activation
     # blocks without ReLU, where the activation shrinks the stream at every block.

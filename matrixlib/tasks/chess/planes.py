@@ -13,7 +13,6 @@ from torch import Tensor
 from matrixlib.tasks.chess import bitboard, records
 
 PLANES = 19
-ENCODINGS = ("oriented", "matrix0")
 CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, PLY = range(6)  # columns of `state`
 
 
@@ -48,12 +47,12 @@ def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
     rights = torch.arange(4, dtype=torch.int16, device=device)
     castling = (state[:, CASTLING, None] >> rights & 1).float()
     if encoding == "oriented":
-        scalars = torch.cat([state[:, REPETITION, None].float() / 2, castling], dim=1)
         file = torch.arange(8, dtype=torch.int16, device=device)
-        en_passant = board.new_zeros(len(board), 1, 8, 8)
-        en_passant[:, 0, 5] = state[:, EN_PASSANT, None].eq(file).float()
         clock = state[:, HALFMOVE, None].float() / 100
-        return torch.cat([board, _constant_planes(scalars), en_passant, _constant_planes(clock)], dim=1)
+        scalars = torch.cat([state[:, REPETITION, None].float() / 2, castling, torch.zeros_like(clock), clock], dim=1)
+        out = torch.cat([board, _constant_planes(scalars)], dim=1)
+        out[:, 17, 5] = state[:, EN_PASSANT, None].eq(file)
+        return out
     black = state[:, SIDE].ne(0)
     # Row 0 is rank 8: flip White's board; Black's is mirrored already and only swaps colours
     turned = torch.cat([board[:, 6:], board[:, :6]], dim=1)

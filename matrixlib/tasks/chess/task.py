@@ -63,6 +63,10 @@ class ChessTask:
     loss_functions: Mapping[str, Callable[[dict[str, Any], Batch], Any]] = field(default_factory=dict, hash=False)
 
     @property
+    def network(self) -> Callable[..., PolicyValueNet]:
+        return PolicyValueNet
+
+    @property
     def input_planes(self) -> int:
         return input_planes(self.config.model)
 
@@ -168,7 +172,7 @@ class ChessTask:
         """Initialised fp32 network on the CPU, deterministic by seed; leaves torch's global RNG untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            model = PolicyValueNet(self.config.model, self.trunk, self.heads)
+            model = self.network(self.config.model, self.trunk, self.heads)
         teacher = self.config.teacher
         if teacher.network and teacher.schedule == "learned":
             model.temperature = soft.LearnedTemperature(teacher.temperature, teacher.temperature_rate)
@@ -191,7 +195,8 @@ class ChessTask:
     def training_flops(self) -> int:
         """Training FLOPs (forward and backward) per position for the active terms."""
         heads = self._output_names(frozenset(name for name, term in self.terms.items() if term.weight > 0))
-        return training_flops(self.config.model, heads - {"stream", "features"}, self.trunk, self.heads)
+        parts, heads = (self.trunk, self.heads), heads - {"stream", "features"}
+        return training_flops(self.config.model, heads, *parts, network=self.network)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
@@ -337,8 +342,9 @@ class ChessTask:
         a learned temperature also `temperature` (B,) and `raw`, its parameter."""
         names = self._output_names(terms)
         arguments: list[Any] = [self.planes(batch), names]
-        # CPU only: a GPU gains nothing, and a compiled network would need a graph for each L
-        if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
+        index = batch["policy_index"]
+        # A GPU or one position gains nothing, and a compiled network would need a graph for each L
+        if isinstance(model, PolicyValueNet) and index.device.type == "cpu" and len(index) > 1 and "policy" in names:
             arguments.append(self.network_index(batch))
         out: dict[str, Any] = model(*arguments)
         # Held-out rows use the temperature of their batch

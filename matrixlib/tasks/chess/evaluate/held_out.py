@@ -2,16 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from matrixlib.data.loader import Loader
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import validate
 from matrixlib.tasks.chess.evaluate.net import INPUTS, POSITION, Net
-from matrixlib.tasks.chess.losses import value_target
+from matrixlib.tasks.chess.losses import expected_score
 from matrixlib.tasks.chess.records import captured_value
 from matrixlib.tasks.spec import NoTargets
 
@@ -22,10 +25,20 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     """Metrics on held-out positions with their baselines. sample: number of positions, 0 for all.
 
     top1, top3, top5: accuracy against the labels' best moves. policy_kl: nats. wdl_accuracy. value_correlation: Pearson
-    of expected scores. The last two need value targets. Baselines: uniform over legal moves, best capture by piece
-    value (wrong without a capture), majority class.
+    of expected scores. reliability: `calibration` of `win`, `draw` and `loss`, or of the `score` in [0, 1] of a scalar
+    head. The last three need value targets. Baselines: uniform over legal moves, best capture by piece value (wrong
+    without a capture), majority class.
     """
     base: dict[str, float] = defaultdict(float)
+    names = ("score",) if net.task.config.model.value.kind == "scalar" else ("win", "draw", "loss")
+    values: list[Tensor] = []  # (2, rows, classes) predicted and true
+
+    def keep_values(out: dict[str, Any], batch: Batch) -> Tensor:
+        target, known = net.task.value_target(batch)
+        value: Tensor = out["value"].float()
+        both = ((value + 1) / 2, expected_score(target)) if value.ndim == 1 else (value.softmax(1), target)
+        values.append(torch.stack(both)[:, known].reshape(2, -1, len(names)).cpu())
+        return value.new_zeros(())
 
     def batches() -> Iterator[Batch]:
         for batch in loader.sequential(batch_size, sample=sample):
@@ -35,8 +48,9 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
             base["rows"] += len(batch["pieces"])
             yield batch
 
-    terms = frozenset({"policy", "value"})
-    validation = validate(net.task, net.model, batches(), net.runtime, terms, "full")
+    terms = frozenset({"policy", "value", "reliability"})
+    task = replace(net.task, loss_functions={**net.task.loss_functions, "reliability": keep_values})
+    validation = validate(task, net.model, batches(), net.runtime, terms, "full")
     if validation is None or not validation.counts["policy"]:
         raise NoTargets("the held-out positions have no policy targets; import others")
     metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]
@@ -51,6 +65,8 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
         x, y, x2, y2, xy = (metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy"))
         spread = (x2 - x**2) * (y2 - y**2)
         figures["value_correlation"] = (xy - x * y) / spread**0.5 if spread > 0 else 0.0
+        columns = zip(names, *torch.cat(values, 1).mT.numpy(), strict=True)
+        figures["reliability"] = {name: calibration(said, true).to_dict("list") for name, said, true in columns}
     if value and "value/accuracy" in metrics:
         figures["wdl_accuracy"] = metrics["value/accuracy"]
         figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
@@ -83,22 +99,6 @@ def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, fl
         "best_capture_top1": float(right.sum()),
         **{f"class_{k}": float((classes == k).sum()) for k in range(3)},
     }
-
-
-def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, pd.DataFrame]:
-    """Reliability of the value head, see `calibration`: of `win`, `draw` and `loss`, or of the `score` in [0, 1]
-    of a scalar head, against the loss's targets."""
-    outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
-    for batch in loader.sequential(batch_size, sample=sample):
-        target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
-        out = net.predict({name: batch[name].numpy() for name in INPUTS if name in batch})
-        value = out.get("wdl", np.repeat(out["value"][:, None], 3, axis=1))
-        outputs.append(value[known.numpy()])
-        targets.append(target[known].numpy())
-    probability, truth = np.concatenate(outputs), np.concatenate(targets)
-    if net.task.config.model.value.kind == "scalar":
-        return {"score": calibration((probability[:, 0] + 1) / 2, truth[:, 0] + truth[:, 1] / 2)}
-    return {name: calibration(probability[:, k], truth[:, k]) for k, name in enumerate(("win", "draw", "loss"))}
 
 
 def calibration(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import chess
 import numpy as np
@@ -16,6 +17,7 @@ from matrixlib.engine.network import Network
 from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.blocks import AttentionBlock
+from matrixlib.tasks.chess.lc0.attention import Encoder
 from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.chess.uci.protocol import read_position, score_text
@@ -155,19 +157,20 @@ class Net(Network):
 
         Squares are python-chess's of the real board, a1 = 0. ValueError for a network without attention blocks.
         """
-        blocks = [block for block in self.model.modules() if isinstance(block, AttentionBlock)]
+        blocks = [block for block in self.model.modules() if isinstance(block, AttentionBlock | Encoder)]
         if not blocks:
             raise ValueError("this network has no attention blocks: train one with model.attention.every above 0")
         weights: list[Tensor] = []
-        look = lambda block, inputs: weights.append(block.weights(inputs[0])[0])  # noqa: E731
-        hooks = [block.register_forward_pre_hook(look) for block in blocks]
-        try:
-            with torch.inference_mode():
-                packed = {name: torch.from_numpy(array) for name, array in self._pack([board]).items()}
-                self.model(self.task.planes(to_device(packed, self.runtime.torch_device)))
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+        def look(block: Any, inputs: Any) -> None:
+            tokens = inputs[0] if inputs[0].ndim == 3 else inputs[0].flatten(2).transpose(1, 2)
+            weights.append(block.mixed(tokens, torch.eye(64, device=tokens.device).expand(1, block.heads, -1, -1))[0])
+
+        with torch.inference_mode(), ExitStack() as hooks:
+            for block in blocks:
+                hooks.enter_context(block.register_forward_pre_hook(look))
+            packed = {name: torch.from_numpy(array) for name, array in self._pack([board]).items()}
+            self.model(self.task.planes(to_device(packed, self.runtime.torch_device)))
         found = torch.stack(weights).cpu().numpy()
         # Row 0 of the planes is rank 1 of the side to move; for Matrix0 always rank 8
         squares = np.arange(64) ^ (56 if self.task.config.model.encoding == "matrix0" or not board.turn else 0)

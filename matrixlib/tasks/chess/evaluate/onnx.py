@@ -3,8 +3,10 @@
 import itertools
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import chess
 import numpy as np
@@ -161,37 +163,36 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
 
     Lc0 networks run in fp32: bf16 would round their half-move plane, which goes up to 100.
     """
-    name, precision = path.name.lower(), "auto"
+    name = path.name.lower()
     if name.endswith(".onnx"):
         return _open_onnx(path, "cpu" if isinstance(device, str) else device)
-    task: ChessTask
-    model: nn.Module
-    if name.endswith((".pb.gz", ".pb")):
-        (task, model), precision = open_weights(path), "fp32"
-    elif name.endswith((".pt", ".pth")):
-        task, model = _open_matrix0(path)
-    else:
+    lc0 = name.endswith((".pb.gz", ".pb"))
+    if not lc0 and not name.endswith((".pt", ".pth")):
         return None
-    runtime = runtime_for_use(task.config, device, precision)
-    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
-
-
-def _open_matrix0(path: Path) -> tuple[ChessTask, PolicyValueNet]:
-    """Open a Matrix0 checkpoint, with a warning about assumed options; ValueError names an unreadable file."""
-    data = read_checkpoint(path)
+    data = {} if lc0 else read_checkpoint(path)
     try:
-        model_config, message = infer_config(data)
-        task = ChessTask(ChessConfig(task="chess", model=model_config))
-        with torch.device("meta"):
-            empty = PolicyValueNet(model_config)
-        model = task.network_with(convert_weights(data, empty.state_dict()))
+        task, model = open_weights(path) if lc0 else _matrix0(data, path.name)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):
             reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"{path.name} cannot be read as a Matrix0 network: {reason}") from None
+        kind = "an Lc0" if lc0 else "a Matrix0"
+        raise ValueError(f"{path.name} cannot be read as {kind} network: {reason}") from None
+    runtime = runtime_for_use(task.config, device, "fp32" if lc0 else "auto")
+    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
+
+
+def _matrix0(data: Mapping[str, Any], name: str) -> tuple[ChessTask, nn.Module]:
+    """Task and network of a Matrix0 checkpoint's dict, with a warning about assumed options."""
+    model_config, message = infer_config(data)
+    task = ChessTask(ChessConfig(task="chess", model=model_config))
+    with torch.device("meta"):
+        empty = PolicyValueNet(model_config)
+    model = task.network_with(convert_weights(data, empty.state_dict()))
     if message:
-        warnings.warn(f"{path.name}: {message}", stacklevel=3)
+        warnings.warn(f"{name}: {message}", stacklevel=3)
     return task, model
 
 

@@ -4,14 +4,13 @@ Shapes: B positions, 8 rows (row 0 = rank 1 of the side to move), 8 columns (fil
 current side to move. No copies from the host.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import chess
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +21,7 @@ from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.lc0 import attention
 from matrixlib.tasks.chess.lc0.moves import slot_table
 from matrixlib.tasks.chess.lc0.weights import CLOCK_SCALE, parse, unpack
+from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_maps, unpack_pieces
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import HISTORY_PLIES, ChessTask, device_table, packed_state
@@ -34,6 +34,11 @@ PAWN, KING, THEIR_PAWN = 0, 5, 6
 class Lc0Task(ChessTask):
     """Chess task of a network with `encoding: lc0`. The history that it may see is in training that of the rows before
     each in its shard."""
+
+    @property
+    def network(self) -> Callable[..., PolicyValueNet]:
+        encoders = self.config.model.trunk == "encoder" and self.trunk is None
+        return attention.AttentionNet if encoders else PolicyValueNet
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -53,19 +58,13 @@ class Lc0Task(ChessTask):
 
 
 def open_weights(path: Path | str) -> tuple[Lc0Task, nn.Module]:
-    """Task and fp32 network on the CPU from a weight file; ValueError for a damaged or unsupported file."""
-    try:
-        net = unpack(path)
-        options, read = attention.build(net) or parse(net)
-        task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
-        return task, read if isinstance(read, nn.Module) else task.network_with(read)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, ValidationError):
-            reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"{Path(path).name} cannot be read as an Lc0 network: {reason}") from None
+    """Task and fp32 network on the CPU from a weight file; `open_file` names what is wrong with one."""
+    net = unpack(path)
+    options, read = attention.build(net) or parse(net)
+    task = Lc0Task(ChessConfig.model_validate({"task": "chess", "model": options}, context={"file": path}))
+    if isinstance(read, attention.Body):
+        return task, attention.AttentionNet(task.config.model, body=read)
+    return task, task.network_with(read)
 
 
 def planes(batch: Mapping[str, Tensor], history: bool = True) -> Tensor:

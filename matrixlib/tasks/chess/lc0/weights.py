@@ -1,7 +1,8 @@
 """Lc0's weight files (`.pb.gz`), read and written: a gzipped protocol buffer `Net`, without generated code.
 
 Read here: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical, convolutional or attention
-policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays.
+policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays. Attention
+bodies: `attention`.
 Format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
@@ -11,8 +12,9 @@ import operator
 import os
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from matrixlib.files import write_bytes
-from matrixlib.tasks.chess.config import ModelConfig, lc0_changes
+from matrixlib.tasks.chess.config import Lc0Activation, ModelConfig, lc0_changes
 from matrixlib.tasks.chess.model import LC0_PLANES, PolicyValueNet
 
 CLOCK, CLOCK_SCALE = 109, 100  # plane of the half-move clock, and its divisor in our planes
@@ -67,10 +69,14 @@ def unpack(path: Path | str) -> "Message":
 class Message:
     """A protocol buffer (https://protobuf.dev/programming-guides/encoding); ValueError if invalid, TypeError for a
     field of another type. fields: number -> integers, or views of bytes, so that a claimed length takes no memory.
+    From a dict: fields with messages as dicts and layers as tensors; a list for a repeated field.
     """
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview | dict[int, Any]) -> None:
         self.fields: dict[int, list[Any]] = {}
+        if isinstance(data, dict):
+            self.fields |= {number: value if isinstance(value, list) else [value] for number, value in data.items()}
+            return
         at = 0
         while at < len(data):
             key, at = _varint(data, at)
@@ -94,7 +100,8 @@ class Message:
 
     def message(self, number: int, place: int = -1) -> "Message":
         """A nested message, default empty."""
-        return Message(self.chunk(number, place))
+        part = self.fields.get(number, [b""])[place]
+        return Message(part if isinstance(part, dict) else memoryview(part))
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -249,14 +256,14 @@ def write(model: nn.Module, path: Path | str, updates: int = 0) -> str:
     """Write a network, trained by so many `updates`, as a weight file, and say so. ValueError for a network that Lc0
     cannot run, with the options to train with, and for a path that cannot be written."""
     if not isinstance(model, PolicyValueNet) or model.own_trunk is not None:
-        raise ValueError("only residual networks are written: not an attention body, an own trunk or an ONNX file")
+        raise ValueError("Lc0 has no weight files for an own trunk or an ONNX file")
     if changes := lc0_changes(model.config):
         raise ValueError(f"Lc0 cannot run this network: train one with {changes} (preset lc0_quick)")
     if not os.path.basename(path).endswith(".pb.gz"):
         raise ValueError(f"{path}: the name of a weight file must end in .pb.gz")
     if bad := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
         raise ValueError(f"Lc0 cannot run this network: {bad[0]} is not finite")
-    data = gzip.compress(_net(model.config, model.state_dict(), updates), mtime=0)
+    data = gzip.compress(_net(model, updates), mtime=0)
     try:
         write_bytes(Path(path), data)
     except OSError as error:
@@ -265,18 +272,60 @@ def write(model: nn.Module, path: Path | str, updates: int = 0) -> str:
     return f"wrote {path}, {len(data) / 1e6:.1f} MB" + (f", without the heads {', '.join(left)}" if left else "")
 
 
-def _net(config: ModelConfig, state: dict[str, Tensor], updates: int) -> bytes:
+def _net(model: PolicyValueNet, updates: int) -> bytes:
     """The message `Net` of a network."""
-    arrays = {name: tensor.cpu().double().numpy() for name, tensor in state.items()}
+    arrays, config = {name: one.cpu().double().numpy() for name, one in model.state_dict().items()}, model.config
+    encoders = config.trunk == "encoder"
+    weights = _encoders(config, arrays, cast(Any, model).places) if encoders else _residual(config, arrays)
+    attention = encoders or config.activation == "mish" or config.policy.kind == "attention"
+    least = _message((1, 0), (2, 31 if encoders else 29 if attention else 21), (3, 0))  # version of Lc0
+    form = _message((1, LINEAR16), (2, _message(*form_of(config).items())))
+    return MAGIC[:5] + _message((3, least), (4, form), (5, _message((1, updates))), (10, _message(*weights)))
+
+
+def form_of(config: ModelConfig) -> dict[int, int]:
+    """The message `NetworkFormat` of a network."""
+    wdl, options, names = 1 + (config.value.kind == "wdl"), config.encoder, get_args(Lc0Activation)
+    form = {1: 1, 2: wdl, 3: 4 if config.se_ratio else 3, 4: POLICIES[config.policy.kind], 5: wdl, 6: 0}
+    form[7] = int(config.activation == "mish")
+    if config.trunk == "encoder":
+        activations = (names.index(name) for name in (options.smolgen_activation, options.ffn_activation))
+        form |= {3: 7, **dict(enumerate(activations, 8)), 10: 1 + (options.dense > 0)}
+    return form
+
+
+def _encoders(config: ModelConfig, arrays: Arrays, places: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """Fields of the weights of an attention body. places: as of `AttentionNet`."""
+    root: dict[tuple[int, int], Any] = {(28, -1): config.encoder.heads}
+    for name, place in places.items():
+        message = root
+        for step in place[:-1]:
+            message = message.setdefault(step, {})
+        message[place[-1]] = _all_planes(config, arrays[name]) if name == "stem.embed.0.weight" else arrays[name]
+
+    def fields(message: dict[tuple[int, int], Any]) -> list[tuple[int, Any]]:
+        return [(n, _message(*fields(one)) if isinstance(one, dict) else one) for (n, _), one in message.items()]
+
+    return fields(root)
+
+
+def _all_planes(config: ModelConfig, weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weights (C, 112 + N, ...) for all of Lc0's planes and N further inputs, from those of the network's planes."""
+    missing = 0 if config.history else LC0_PLANES - len(NOW)
+    out = np.zeros((len(weight), weight.shape[1] + missing, *weight.shape[2:]))
+    out[:, [*NOW, *range(LC0_PLANES, out.shape[1])] if missing else slice(None)] = weight
+    out[:, CLOCK] /= CLOCK_SCALE
+    return out
+
+
+def _residual(config: ModelConfig, arrays: Arrays) -> list[tuple[int, Any]]:
+    """Fields of the weights of a residual network."""
 
     def normed(conv: str, norm: str) -> bytes:
         """ConvBlock scaled to outputs of variance 1, as 16 bits for all variances of a layer would be too few."""
         deviation = np.sqrt(arrays[f"{norm}.running_var"] + EPS)
         weight = arrays[f"{conv}.weight"] / deviation[:, None, None, None]
-        if conv == "stem.conv":
-            now, weight = weight, np.zeros((len(weight), LC0_PLANES, 3, 3))
-            weight[:, slice(None) if config.history else NOW] = now
-            weight[:, CLOCK] /= CLOCK_SCALE
+        weight = _all_planes(config, weight) if conv == "stem.conv" else weight
         mean, variance = arrays[f"{norm}.running_mean"] / deviation, np.full(len(weight), 1 - EPS)
         layers = (weight, None, mean, variance, arrays[f"{norm}.weight"], arrays[f"{norm}.bias"])
         return _message(*((k, layer) for k, layer in enumerate(layers, 1) if layer is not None))
@@ -301,12 +350,7 @@ def _net(config: ModelConfig, state: dict[str, Tensor], updates: int) -> bytes:
         last = layers("policy_head.planes", 1) if kind == "conv" else layers("policy_head.dense", 4)
         weights += [(3, _message(*last))] if kind == "conv" else last
     weights.append((6, normed("value_head.input.conv", "value_head.input.norm")))
-    weights += [*layers("value_head.fc1", 7), *layers("value_head.fc3", 9)]
-    mish, wdl = config.activation == "mish", config.value.kind == "wdl"
-    kinds = enumerate((1, 1 + wdl, 4 if config.se_ratio else 3, POLICIES[kind], 1 + wdl, 0, int(mish)), 1)
-    least = _message((1, 0), (2, 29 if mish or kind == "attention" else 21), (3, 0))  # version of Lc0
-    form = _message((1, LINEAR16), (2, _message(*kinds)))
-    return MAGIC[:5] + _message((3, least), (4, form), (5, _message((1, updates))), (10, _message(*weights)))
+    return [*weights, *layers("value_head.fc1", 7), *layers("value_head.fc3", 9)]
 
 
 def _message(*fields: tuple[int, Any]) -> bytes:

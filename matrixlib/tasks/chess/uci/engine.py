@@ -149,7 +149,7 @@ class Engine:
                 if option == "SyzygyPath":
                     self._tables = open_tablebases(str(value)) if value else None
                 self.options[option] = value
-                if option in ("SyzygyPath", "Batch", "MaxBatch", "Threads"):
+                if option in ("SyzygyPath", "Batch", "MaxBatch", "Threads", "PolicyHead", "ValueHead"):
                     self.game_search = None
             case ["ucinewgame", *_]:
                 if self.game_search is not None:
@@ -175,6 +175,7 @@ class Engine:
         if self.net is None:
             self.net = self.load()
         if self.game_search is None:
+            self._choose_heads(self.net)
             men = max((len(name) - 1 for name in self._tables.wdl), default=0) if self._tables else 0
             net = self.net.with_threads(self._integer("Threads") or self.net.runtime.threads)
             options = SearchOptions(leaves=self._integer("Batch"), most_leaves=self._integer("MaxBatch"))
@@ -182,6 +183,17 @@ class Engine:
             self.game_search.search.run(2 * options.leaves)
             self.game_search.search.trim()
         return self.game_search
+
+    def _choose_heads(self, net: Net) -> None:
+        """Use the heads of the options; says which ones the network has not, and keeps those before."""
+        heads, choose = (self.options["PolicyHead"], self.options["ValueHead"]), getattr(net.model, "choose", None)
+        try:
+            if choose is not None:
+                choose(*heads)
+            elif heads != ("vanilla", "winner"):
+                raise ValueError("PolicyHead and ValueHead are for Lc0 networks with several; this one has one of each")
+        except ValueError as error:
+            self.send(f"info string {error}")
 
     def _go(self, go: protocol.Go, only: list[chess.Move]) -> None:
         began = time.monotonic()

@@ -52,6 +52,8 @@ OPTIONS = (
     Option("Batch", 8, (1, 1024)),  # leaves per batch; more is faster on a GPU but weaker per node
     Option("MaxBatch", 64, (1, 1024)),  # as the tree grows; at most Batch: always Batch
     Option("Hash", 1024, (16, 1 << 20)),  # MiB for the tree
+    Option("PolicyHead", "vanilla"),  # of Lc0 networks with several, by Lc0's names
+    Option("ValueHead", "winner"),
 )
 
 
