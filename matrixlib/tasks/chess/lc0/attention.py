@@ -291,7 +291,8 @@ class AttentionNet(PolicyValueNet):
 
     def choose(self, policy: str = "vanilla", value: str = "winner") -> None:
         """Use these heads; ValueError for a head that the network has not."""
-        for heads, name in (self.policy_head, policy), (self.value_head, value):
+        chosen: Any = ((self.policy_head, policy), (self.value_head, value))
+        for heads, name in chosen:
             heads.choose(name)
 
 
