@@ -16,6 +16,7 @@ from matrixlib.files import PACKAGE
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle import open_cycle
 from matrixlib.runs.cycle_games import CycleConfig
+from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.latin.spec import TASK as LATIN_TASK
@@ -122,6 +123,9 @@ def test_every_key_is_read(read: Keys, reports: Path, monkeypatch: pytest.Monkey
     for changes in (*taught, {"model": {"value": {"kind": "scalar"}}, "loss": {"scalar": "huber"}}):
         with closing(runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), changes))) as run:
             next(iter(run.train()))
+    encoder = {"trunk": "encoder", "channels": 16, "blocks": 1, "encoder": {"smolgen": 16, "dense": 1}}
+    task = get_task("chess").task(load_config("lc0_quick", {"model": encoder | {"policy": {"kind": "attention"}}}))
+    task.build_model()
     train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})
     train("melee_demo", MELEE)
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():

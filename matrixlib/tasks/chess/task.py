@@ -63,7 +63,7 @@ class ChessTask:
     loss_functions: Mapping[str, Callable[[dict[str, Any], Batch], Any]] = field(default_factory=dict, hash=False)
 
     @property
-    def network(self) -> Callable[..., PolicyValueNet]:
+    def model_class(self) -> Callable[..., PolicyValueNet]:
         return PolicyValueNet
 
     @property
@@ -172,7 +172,7 @@ class ChessTask:
         """Initialised fp32 network on the CPU, deterministic by seed; leaves torch's global RNG untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            model = self.network(self.config.model, self.trunk, self.heads)
+            model = self.model_class(self.config.model, self.trunk, self.heads)
         teacher = self.config.teacher
         if teacher.network and teacher.schedule == "learned":
             model.temperature = soft.LearnedTemperature(teacher.temperature, teacher.temperature_rate)
@@ -196,7 +196,7 @@ class ChessTask:
         """Training FLOPs (forward and backward) per position for the active terms."""
         heads = self._output_names(frozenset(name for name, term in self.terms.items() if term.weight > 0))
         parts, heads = (self.trunk, self.heads), heads - {"stream", "features"}
-        return training_flops(self.config.model, heads, *parts, network=self.network)
+        return training_flops(self.config.model, heads, *parts, network=self.model_class)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""

@@ -36,7 +36,7 @@ class Lc0Task(ChessTask):
     each in its shard."""
 
     @property
-    def network(self) -> Callable[..., PolicyValueNet]:
+    def model_class(self) -> Callable[..., PolicyValueNet]:
         encoders = self.config.model.trunk == "encoder" and self.trunk is None
         return attention.AttentionNet if encoders else PolicyValueNet
 
