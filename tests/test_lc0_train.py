@@ -112,8 +112,8 @@ def games(count: int, plies: int) -> list[chess.Board]:
 
 
 def difference(ours: Net, other: Net, boards: list[chess.Board]) -> float:
-    """Largest difference of probabilities and values."""
-    most = 0.0
+    """Largest difference of probabilities, values, and plies left in hundreds."""
+    most = float(np.abs(np.subtract(plies_left(ours, boards), plies_left(other, boards))).max()) / 100
     for a, b in zip(ours.evaluate_boards(boards), other.evaluate_boards(boards), strict=True):
         most = max(most, abs(a.value - b.value), *(abs(share - b.moves[move]) for move, share in a.moves.items()))
     return most

@@ -87,18 +87,19 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 
 
 @kernel
-def _last_alike(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Last of the rows from each of `rows` (B,) on with its bytes of `values` (N, W), -1 if its block ends first."""
-    out = np.full(len(rows), -1)
-    for i in range(len(rows)):
-        for row in range(rows[i] + 1, min(len(values), (rows[i] // BLOCK + 1) * BLOCK)):
-            different = False
-            for k in range(values.shape[1]):
-                different |= values[row, k] != values[rows[i], k]
-            if different:
-                out[i] = row - 1
+def _copy_last(
+    records: np.ndarray, start: int, stop: int, rows: np.ndarray, places: np.ndarray, target: np.ndarray
+) -> None:
+    """Copy to target[i] (B, W), for each i of `places`, the last of the records (N, W) from rows[i] on that have its
+    bytes start:stop, unless their block ends with them."""
+    for i in places:
+        for row in range(rows[i] + 1, min(len(records), (rows[i] // BLOCK + 1) * BLOCK)):
+            other = False
+            for k in range(start, stop):
+                other |= records[row, k] != records[rows[i], k]
+            if other:
+                target[i] = records[row - 1]
                 break
-    return out
 
 
 def gather(
@@ -260,14 +261,13 @@ class Reader:
         return batch
 
     def _last(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        out = np.zeros(len(rows), self.layout.record)
-        kind, start, *_ = self.layout.record.fields[self._last_of]  # type: ignore[index]
+        record = self.layout.record
+        kind, start, *_ = record.fields[self._last_of]  # type: ignore[index]
+        out = np.zeros((len(rows), record.itemsize), np.uint8)
         for number in np.unique(shards).tolist():
-            stored, part = self._open[number].arrays["records"], np.flatnonzero(shards == number)
-            values = stored.view(np.uint8).reshape(len(stored), -1)[:, start : start + kind.itemsize]
-            last = _last_alike(values, rows[part])
-            out[part[last >= 0]] = stored[last[last >= 0]]
-        return out
+            stored = self._open[number].arrays["records"].view(np.uint8).reshape(-1, record.itemsize)
+            _copy_last(stored, start, start + kind.itemsize, rows, np.flatnonzero(shards == number), out)
+        return out.view(record)[:, 0]
 
     def _opened(self, i: int) -> Shard:
         while i not in self._open:

@@ -424,8 +424,6 @@ def _initialise(net: PolicyValueNet, blocks: int) -> None:
         elif isinstance(module, ValueHead):
             # Attention pooling starts close to uniform
             scaled += [(module.fc3, HEAD_INIT_SCALE), (module.attention, HEAD_INIT_SCALE)]
-            if isinstance(module, MovesLeftHead):  # its ReLU would die at 0
-                nn.init.constant_(module.fc3.bias, START_PLIES)
         elif isinstance(module, SquareHead):
             scaled.append((module.out, HEAD_INIT_SCALE))
         elif isinstance(module, AttentionBlock) and not module.post:
@@ -436,3 +434,5 @@ def _initialise(net: PolicyValueNet, blocks: int) -> None:
         for layer, factor in scaled:
             if layer is not None:
                 layer.get_parameter("weight").mul_(factor)
+        if net.moves_left_head is not None:  # its ReLU would die at 0
+            net.moves_left_head.fc3.bias.fill_(START_PLIES)
