@@ -136,6 +136,10 @@ def test_it_learns(imported: Path, form: dict[str, Any]) -> None:
         batch, task = run.batch(0), run.task
         known = batch["moves_left"] > 0
         assert known.float().mean() > 0.5
+        edges = [
+            name for name, module in run.model.named_modules() if any(module is edge for edge in run.model.edges())
+        ]
+        assert edges[-1].startswith("moves_left_head."), "Muon leaves it to Adam"
         assert task.counts(batch)["moves_left"] == known.sum()
         optimizer, first = torch.optim.AdamW(run.model.parameters(), 3e-3), run.losses(batch)["moves_left"].item()
         chance, floor = task.bounds(batch)["moves_left"]

@@ -222,8 +222,7 @@ def _policy(head: Part, width: int, embed: nn.Linear | None) -> nn.Module:
 
 
 class Value(nn.Module):
-    """(B, 64, C) -> win-draw-loss logits (B, 3), or values (B,); with `fields` of its layers the moves-left head: plies
-    (B,)."""
+    """(B, 64, C) -> win-draw-loss logits (B, 3), or values (B,); with the fields MOVES_LEFT plies (B,) to the end."""
 
     def __init__(self, head: Part, width: int, fields: tuple[int, int, int] = VALUE) -> None:
         super().__init__()
@@ -281,8 +280,8 @@ class Body(NamedTuple):
         modules = {"stem": stem, "tower": tower, "policy_head": policy, "value_head": value}
         modules |= {} if shared is None else {"smolgen": shared}
         if part.form["moves_left"]:
-            head = {"moves_left": Value(part, width, MOVES_LEFT)}
-            modules["moves_left_head"] = Heads("moves-left", "moves_left", "fc3", {**head})
+            moves = Value(part, width, MOVES_LEFT)
+            modules["moves_left_head"] = Heads("moves-left", "moves_left", "fc3", {"moves_left": moves})
         placed = {id(parameter): place for parameter, place in part.layers}
         return cls(modules, {name: placed[id(one)] for name, one in nn.ModuleDict(modules).named_parameters()})
 

@@ -33,6 +33,7 @@ MAX_BYTES = 1 << 30  # decompressed
 LINEAR16 = 1
 POLICIES = {"dense": 1, "conv": 2, "attention": 3}
 ATTENTION = {"embed": 4, "query": 17, "key": 19}  # fields of the weights of its policy
+HEADS = (("value_head", 6, 7, 9), ("moves_left_head", 12, 13, 15))  # fields of their layers
 FORMATS = {  # name -> (field, supported values)
     "input": (1, (0, 1)),
     "network": (3, (0, 1, 2, 3, 4, 6, 7, 134)),  # residual, 3 and 4 with specified heads; then with attention bodies
@@ -142,12 +143,9 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
         arrays["policy_head.pairs.pieces.weight"] = read_layer("pieces", weights, 22).reshape(4, -1)
     else:
         arrays |= _normed(*policy, weights.message(3), filters, 1) | _dense("policy_head.dense", weights, 4)
-    arrays |= _normed(*value, weights.message(6), filters, 1)
-    arrays |= _dense("value_head.fc1", weights, 7) | _dense("value_head.fc3", weights, 9)
-    if form["moves_left"]:
-        head = "moves_left_head"
-        arrays |= _normed(f"{head}.input.conv", f"{head}.input.norm", weights.message(12), filters, 1)
-        arrays |= _dense(f"{head}.fc1", weights, 13) | _dense(f"{head}.fc3", weights, 15)
+    for head, conv, first, last in HEADS[: 1 + form["moves_left"]]:
+        arrays |= _normed(f"{head}.input.conv", f"{head}.input.norm", weights.message(conv), filters, 1)
+        arrays |= _dense(f"{head}.fc1", weights, first) | _dense(f"{head}.fc3", weights, last)
     if bad := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise ValueError(f"{bad[0]} has values that are not finite")
     arrays["stem.conv.weight"][:, CLOCK] *= CLOCK_SCALE
@@ -357,11 +355,9 @@ def _residual(config: ModelConfig, arrays: Arrays) -> list[tuple[int, Any]]:
         weights.append((11 if kind == "conv" else 3, policy))
         last = layers("policy_head.planes", 1) if kind == "conv" else layers("policy_head.dense", 4)
         weights += [(3, _message(*last))] if kind == "conv" else last
-    weights.append((6, normed("value_head.input.conv", "value_head.input.norm")))
-    weights += [*layers("value_head.fc1", 7), *layers("value_head.fc3", 9)]
-    if config.moves_left.channels:
-        weights.append((12, normed("moves_left_head.input.conv", "moves_left_head.input.norm")))
-        weights += [*layers("moves_left_head.fc1", 13), *layers("moves_left_head.fc3", 15)]
+    for head, conv, first, final in HEADS[: 1 + (config.moves_left.channels > 0)]:
+        weights.append((conv, normed(f"{head}.input.conv", f"{head}.input.norm")))
+        weights += [*layers(f"{head}.fc1", first), *layers(f"{head}.fc3", final)]
     return weights
 
 
