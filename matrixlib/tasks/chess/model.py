@@ -290,9 +290,8 @@ class PolicyValueNet(nn.Module):
         if body is None:
             self.policy_head = PolicyHead(config)
             self.value_head = ValueHead(config)
-        self.register_module("moves_left_head", None)
-        if body is None and config.moves_left.channels:
-            self.moves_left_head = MovesLeftHead(config)
+            if config.moves_left.channels:
+                self.moves_left_head = MovesLeftHead(config)
         inner = max(1, width // 2)
         self.ssl_heads = nn.ModuleDict({name: SquareHead(config, inner, SSL_CHANNELS[name]) for name in config.ssl})
         auxiliary = AUXILIARY_CHANNELS.items() if config.auxiliary else ()
@@ -321,7 +320,7 @@ class PolicyValueNet(nn.Module):
         All are fp32 but the last two. ValueError for an unknown head.
         """
         names = DEFAULT_HEADS if heads is None else heads
-        known = {*RESERVED_NAMES} - ({"moves_left"} if self.moves_left_head is None else set())
+        known = {*RESERVED_NAMES} - (set() if self.config.moves_left.channels else {"moves_left"})
         known |= {*(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
         if unknown := sorted(names - known):
             raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
@@ -346,7 +345,11 @@ class PolicyValueNet(nn.Module):
         """Input and output layers, which Muon leaves to Adam; custom heads as a whole."""
         first = [self.stem] if self.own_trunk is None else []
         squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
-        heads = [head for head in (self.policy_head, self.value_head, self.moves_left_head) if head is not None]
+        heads = [
+            self.policy_head,
+            self.value_head,
+            *([self.moves_left_head] if self.config.moves_left.channels else []),
+        ]
         return [*first, *(head.output_layer for head in heads), *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
@@ -434,5 +437,6 @@ def _initialise(net: PolicyValueNet, blocks: int) -> None:
         for layer, factor in scaled:
             if layer is not None:
                 layer.get_parameter("weight").mul_(factor)
-        if net.moves_left_head is not None:  # its ReLU would die at 0
-            net.moves_left_head.fc3.bias.fill_(START_PLIES)
+        for module in net.modules():
+            if isinstance(module, MovesLeftHead):  # its ReLU would die at 0
+                module.fc3.bias.fill_(START_PLIES)
