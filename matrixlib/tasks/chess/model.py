@@ -345,12 +345,10 @@ class PolicyValueNet(nn.Module):
         """Input and output layers, which Muon leaves to Adam; custom heads as a whole."""
         first = [self.stem] if self.own_trunk is None else []
         squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
-        heads = [
-            self.policy_head,
-            self.value_head,
-            *([self.moves_left_head] if self.config.moves_left.channels else []),
-        ]
-        return [*first, *(head.output_layer for head in heads), *squares, *self.own_heads.values()]
+        heads = [self.policy_head.output_layer, self.value_head.output_layer]
+        if self.config.moves_left.channels:
+            heads.append(self.moves_left_head.output_layer)
+        return [*first, *heads, *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
         """The FSDP units: modules that a sharded network gathers one at a time."""
