@@ -80,7 +80,14 @@ def network(
         weights[4], weights[5] = dense(1858, 128)
     weights |= parts or {}
     blocks = [(2, block(width)) for width in further]
-    kinds = message((1, inputs), (3, network_format), (4, policy), (5, value), (7, form.get("activation", 0)))
+    kinds = message(
+        (1, inputs),
+        (3, network_format),
+        (4, policy),
+        (5, value),
+        (6, form.get("moves_left", 0)),
+        (7, form.get("activation", 0)),
+    )
     layout = message((1, form.get("encoding", 1)), (2, kinds))
     return b"\x0d" + struct.pack("<I", 0x1C0) + message((4, layout), (10, message(*weights.items(), *blocks)))
 

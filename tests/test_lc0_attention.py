@@ -15,7 +15,7 @@ import torch
 from networks import CPU, random_net
 from test_chess_task import positions as some_boards
 from test_chess_task import stored
-from test_lc0_train import PROMOTIONS, asked, difference, games
+from test_lc0_train import PROMOTIONS, asked, difference, games, plies_left
 from test_task_contract import check_task
 from test_uci import Dialogue
 
@@ -53,6 +53,7 @@ OURS: dict[str, dict[str, Any]] = {  # options over those of `small`
     "our map": {},
     "our smolgen": {"history": True, "encoder": {"smolgen": 16, "ffn_activation": "squared_relu"}},
     "our dense": {"history": True, "activation": "mish", "value": {"activation": "mish"}, "encoder": {"dense": 4}},
+    "our moves left": {"moves_left": {"channels": 4, "hidden": 24}, "history": True},
     "our scalar": {"value": {"kind": "scalar", "channels": 16}, "encoder": {"smolgen": 16, "dense": 4, "heads": 2}},
 }
 
@@ -95,8 +96,9 @@ def test_lc0_says_the_same(form: str, lc0: str, tmp_path: Path) -> None:
     likeliest, scores = list[float](), list[float]()
     with chess.engine.SimpleEngine.popen_uci(command) as engine:
         engine.configure({"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True, "ScoreType": "Q"})
-        for board, ours in zip(boards, net.evaluate_boards(boards), strict=True):
-            shares, expected, wdl = asked(engine, board)
+        for board, ours, left in zip(boards, net.evaluate_boards(boards), plies_left(net, boards), strict=True):
+            shares, expected, wdl, plies = asked(engine, board)
+            assert plies == pytest.approx(left, abs=0.06)
             assert shares.keys() == ours.moves.keys()
             assert max(abs(shares[move] - ours.moves[move]) for move in shares) < 1e-3, board.fen()
             assert ours.value == pytest.approx(expected, abs=1e-3)

@@ -5,7 +5,7 @@ import random
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import chess
 import chess.engine
@@ -42,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "history": {"history": True},
     "attention": {"policy": {"kind": "attention", "rank": 8, "channels": 12}},
     "classical": {"policy": {"kind": "dense", "channels": 4}, "value": {"kind": "scalar"}},
+    "moves left": {"moves_left": {"channels": 8, "hidden": 24}, "history": True},
 }
 
 
@@ -111,8 +112,8 @@ def games(count: int, plies: int) -> list[chess.Board]:
 
 
 def difference(ours: Net, other: Net, boards: list[chess.Board]) -> float:
-    """Largest difference of probabilities and values."""
-    most = 0.0
+    """Largest difference of probabilities, values, and plies left in hundreds."""
+    most = float(np.abs(np.subtract(plies_left(ours, boards), plies_left(other, boards))).max()) / 100
     for a, b in zip(ours.evaluate_boards(boards), other.evaluate_boards(boards), strict=True):
         most = max(most, abs(a.value - b.value), *(abs(share - b.moves[move]) for move, share in a.moves.items()))
     return most
@@ -250,9 +251,16 @@ def test_a_file_with_folded_norms_trains_nothing(tmp_path: Path) -> None:
 # Lc0 itself
 
 
-def asked(engine: chess.engine.SimpleEngine, board: chess.Board) -> tuple[dict[str, float], float, list[float]]:
-    """(probability by move, value, win-draw-loss) that Lc0 prints for a position with its moves."""
-    shares, value, wdl = dict[str, float](), 0.0, list[float]()
+class Answer(NamedTuple):
+    shares: dict[str, float]
+    value: float
+    wdl: list[float]
+    plies: float
+
+
+def asked(engine: chess.engine.SimpleEngine, board: chess.Board) -> Answer:
+    """Probability by move, value, win-draw-loss and plies to the end that Lc0 prints for a position with its moves."""
+    shares, value, wdl, plies = dict[str, float](), 0.0, list[float](), 0.0
     with engine.analysis(board, chess.engine.Limit(nodes=1), game=object()) as analysis:
         for info in analysis:
             if "wdl" in info:
@@ -260,9 +268,21 @@ def asked(engine: chess.engine.SimpleEngine, board: chess.Board) -> tuple[dict[s
             name, _, rest = info.get("string", "").partition(" ")
             if name == "node":
                 value = float(rest.rpartition("(V:")[2].strip(" )"))
+                plies = float(rest.rpartition("(M:")[2].partition(")")[0])
             elif "(P:" in rest:
                 shares[board.parse_uci(name).uci()] = float(rest.partition("(P:")[2].partition("%")[0]) / 100
-    return shares, value, wdl
+    return Answer(shares, value, wdl, plies)
+
+
+def plies_left(net: Net, boards: list[chess.Board]) -> list[float]:
+    """Of a network's moves-left head, 0 without."""
+    moves = [
+        f"fen {board.root().fen()} moves {' '.join(map(str, board.move_stack))}".removesuffix(" moves ")
+        for board in boards
+    ]
+    if not net.task.config.model.moves_left.channels:
+        return [0.0] * len(boards)
+    return cast(list[float], net.model(net.planes(moves), frozenset({"moves_left"}))["moves_left"].tolist())
 
 
 @pytest.mark.parametrize("form", ["trained", *FORMS])
@@ -274,8 +294,9 @@ def test_lc0_says_the_same(form: str, lc0: str, trained: Net, tmp_path: Path) ->
     options: dict[str, Any] = {"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True}
     with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={tmp_path / 'net.pb.gz'}", "--backend=blas"]) as engine:
         engine.configure(options)
-        for board, ours in zip(boards, net.evaluate_boards(boards), strict=True):
-            shares, value, wdl = asked(engine, board)
+        for board, ours, left in zip(boards, net.evaluate_boards(boards), plies_left(net, boards), strict=True):
+            shares, value, wdl, plies = asked(engine, board)
+            assert plies == pytest.approx(left, abs=0.06)
             assert shares.keys() == ours.moves.keys()
             assert max(abs(shares[move] - ours.moves[move]) for move in shares) < 1e-3, board.fen()
             assert value == pytest.approx(ours.value, abs=1e-3)

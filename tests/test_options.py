@@ -123,9 +123,11 @@ def test_every_key_is_read(read: Keys, reports: Path, monkeypatch: pytest.Monkey
     for changes in (*taught, {"model": {"value": {"kind": "scalar"}}, "loss": {"scalar": "huber"}}):
         with closing(runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), changes))) as run:
             next(iter(run.train()))
-    encoder = {"trunk": "encoder", "channels": 16, "blocks": 1, "encoder": {"smolgen": 16, "dense": 1}}
-    task = get_task("chess").task(load_config("lc0_quick", {"model": encoder | {"policy": {"kind": "attention"}}}))
+    encoder: dict[str, Any] = {"trunk": "encoder", "channels": 16, "blocks": 1, "encoder": {"smolgen": 16, "dense": 1}}
+    encoder |= {"policy": {"kind": "attention"}, "moves_left": {"channels": 1}}
+    task: Any = get_task("chess").task(load_config("lc0_quick", {"model": encoder}))
     task.build_model()
+    assert task.weights["moves_left"]
     train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})
     train("melee_demo", MELEE)
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():

@@ -177,7 +177,7 @@ class Loader:
     everything). weights: share of each source in every batch; default: its share of the rows. skip: ranges (start,
     stop) of skipped batch numbers. on_damage(name, block, reason): called once a corrupt block; on_loss(text): when
     workers are restarted or pinning fails. timeout: seconds without a batch until workers count as hung (0: never).
-    sidecars: additional per-row files. before: earlier rows of the shard that `prepare` gets of each row, see `Reader`.
+    sidecars: additional per-row files. before, last_of: further rows of the shard that `prepare` gets, see `Reader`.
     ranks: whose rows are prepared.
     """
 
@@ -202,6 +202,7 @@ class Loader:
         on_loss: Callable[[str], None] = lambda text: None,
         sidecars: Sidecars | None = None,
         before: int = 0,
+        last_of: str = "",
         ranks: RankSlice = RankSlice(),  # noqa: B008 - frozen
     ) -> None:
         if not shards:
@@ -213,7 +214,7 @@ class Loader:
             if lacking := set(weights) - {row.source for row in shards}:
                 raise LoaderError(f"no healthy shard of source '{min(lacking)}', which has a weight")
         self._window = window_blocks * len(weights or (0,))  # blocks, at most as many shards, in use at a time
-        self._reader = Reader(shards, layout, limit, bool(weights), sidecars, 2 * self._window, before)
+        self._reader = Reader(shards, layout, limit, bool(weights), sidecars, 2 * self._window, before, last_of)
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         self._order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._prepare, self._ranks, self._seed, self._phase = prepare, ranks, seed, phase

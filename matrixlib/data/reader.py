@@ -86,6 +86,22 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
     return touched
 
 
+@kernel
+def _copy_last(
+    records: np.ndarray, start: int, stop: int, rows: np.ndarray, places: np.ndarray, target: np.ndarray
+) -> None:
+    """Copy to target[i] (B, W), for each i of `places`, the last of the records (N, W) from rows[i] on that have its
+    bytes start:stop, unless their block ends with them."""
+    for i in places:
+        for row in range(rows[i] + 1, min(len(records), (rows[i] // BLOCK + 1) * BLOCK)):
+            other = False
+            for k in range(start, stop):
+                other |= records[row, k] != records[rows[i], k]
+            if other:
+                target[i] = records[row - 1]
+                break
+
+
 def gather(
     shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout, earlier: np.ndarray, most: int
 ) -> Batch:
@@ -127,8 +143,10 @@ class Reader:
 
     by_source: shards of a source are consecutive, and rows are replaced within their source. sidecars: provide
     `sidecar` (B,). keep_open: remote shards kept open (0: all). before: at most BLOCK; provide `before` (B, before),
-    records of the rows before each in its shard, newest first, zeros where there is none. A row of a corrupt block is
-    replaced by the same row of the next intact block (cyclic), so batches depend on the files alone.
+    records of the rows before each in its shard, newest first, zeros where there is none. last_of: a field of the
+    records; provide `last` (B,), the last record of those from each on that have its value, zeros if its block ends
+    first. A row of a corrupt block is replaced by the same row of the next intact block (cyclic), so batches depend on
+    the files alone.
     """
 
     def __init__(
@@ -140,12 +158,13 @@ class Reader:
         sidecars: Sidecars | None = None,
         keep_open: int = 0,
         before: int = 0,
+        last_of: str = "",
     ) -> None:
         self.shards, self.layout = tuple(shards), layout
         # pickled with its file system, as a worker's configuration may differ
         self.remote = None if shards[0].remote is None else Remote.open(shards[0].remote)
         self._keep = 0 if self.remote is None else keep_open
-        self._before = before
+        self._before, self._last_of = before, last_of
         self._sidecars: Reader | None = None
         if sidecars is not None:
             beside = [replace(row, path=sidecars.paths.get(row.name, Path()), remote=None) for row in shards]
@@ -234,10 +253,21 @@ class Reader:
         self._touched.update(np.unique(shards).tolist())
         self._resident += len(rows) * ROW_BYTES
         batch = gather(self._open, shards, rows - self.start[shards], layout, earlier, before)
+        if self._last_of and not records:
+            batch["last"] = self._last(shards, rows - self.start[shards])
         self._release()
         if self._sidecars is not None:
             batch["sidecar"] = self._sidecars._read(rows, blocks)["records"]
         return batch
+
+    def _last(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        record = self.layout.record
+        kind, start, *_ = record.fields[self._last_of]  # type: ignore[index]
+        out = np.zeros((len(rows), record.itemsize), np.uint8)
+        for number in np.unique(shards).tolist():
+            stored = self._open[number].arrays["records"].view(np.uint8).reshape(-1, record.itemsize)
+            _copy_last(stored, start, start + kind.itemsize, rows, np.flatnonzero(shards == number), out)
+        return out.view(record)[:, 0]
 
     def _opened(self, i: int) -> Shard:
         while i not in self._open:

@@ -37,7 +37,7 @@ class Task(Protocol):
         """Stored rows to training arrays, augmented; runs in loader workers.
 
         batch: `records` (B,) structured, and the task's ragged members; of a task with an attribute `history` H > 0
-        also `before` (B, H), records of the rows before each in its shard (`data.reader.Reader`). Returns arrays with
+        also `before` (B, H), and with a `last_of` `last` (B,), see `data.reader.Reader`. Returns arrays with
         leading dimension B, none structured, none uint16/32/64 (torch cannot collate or shift them). All randomness
         comes from `rng`, and each draw (random, integers, normal, standard_normal, uniform) has leading size B, so that
         ranks get the numbers of their own rows.

@@ -128,7 +128,7 @@ class RunData:
         if not (isinstance(data.source, str) or options.get("weights")):
             options["weights"] = data.source
         options |= {"limit": data.limit, "window_blocks": data.window_blocks, **self._making("train")}
-        options["before"] = getattr(task, "history", 0)
+        options |= {"before": getattr(task, "history", 0), "last_of": getattr(task, "last_of", "")}
         size = self.config.train.batch_size
         loader = Loader(rows, self.spec.layout, size, self.config.seed, task.prepare, **options)
         loader.check_cache()
@@ -230,7 +230,7 @@ def held_out_loader(
             + (f": {spec.held_out}" if spec.held_out else "")
         )
     held, prepare = config.validation, task.prepare_plain
-    options["before"] = getattr(task, "history", 0)
+    options |= {"before": getattr(task, "history", 0), "last_of": getattr(task, "last_of", "")}
     if catalogue.remote:  # limits its open files
         options["window_blocks"] = config.data.window_blocks
     return Loader(rows, spec.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)

@@ -24,6 +24,7 @@ from matrixlib.engine.curriculum import SourceCurriculumConfig
 Activation = Literal["silu", "relu", "gelu", "mish"]
 Lc0Activation = Literal["default", "mish", "relu", "none", "tanh", "sigmoid", "selu", "swish", "squared_relu"]
 SSLHead = Literal["piece", "threat", "pin", "fork", "control"]
+START_PLIES = 60.0  # predicted by a new moves-left head
 SSL_CHANNELS = {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}
 LC0_OPTIONS: dict[str, tuple[Any, ...]] = {  # of the networks that Lc0's weight files hold
     "encoding": ("lc0",),
@@ -88,6 +89,11 @@ class ValueHeadConfig(Section):
     activation: Activation = option("silu", "activation of the hidden layers; `relu` units may die")
 
 
+class MovesLeftConfig(Section):
+    channels: CountOrZero = option(0, "channels of a head that predicts plies to the game's end; 0 = none, 8 in Lc0's")
+    hidden: Width = option(128, "width of its hidden layer")
+
+
 class ModelConfig(Section):
     encoding: Literal["oriented", "matrix0", "lc0"] = option(
         "oriented", "input planes and policy encoding; `lc0`: a network that Lc0 runs (guide lc0)"
@@ -117,6 +123,7 @@ class ModelConfig(Section):
     encoder: EncoderConfig = EncoderConfig()
     policy: PolicyHeadConfig = PolicyHeadConfig()
     value: ValueHeadConfig = ValueHeadConfig()
+    moves_left: MovesLeftConfig = MovesLeftConfig()
     ssl: tuple[SSLHead, ...] = option(("threat", "control"), "self-supervised heads; [] = none")
     ssl_trunk: bool = option(True, "let their gradient reach the trunk; false trains only the heads")
     auxiliary: bool = option(False, "Matrix0's from-square and move-type heads, never trained")
@@ -140,6 +147,8 @@ class ModelConfig(Section):
             raise ValueError(f"Lc0 does not run this network; with encoding lc0 set {changes}")
         if self.history and self.encoding != "lc0":
             raise ValueError("only networks with encoding lc0 see history: set history to false")
+        if self.moves_left.channels and self.encoding != "lc0":
+            raise ValueError("only networks with encoding lc0 have a moves-left head: set moves_left.channels to 0")
         return self
 
 
@@ -174,6 +183,7 @@ class PositiveWeights(Section):
 class LossConfig(Section):
     policy: NonNegative = option(1.0, "weight of the policy cross-entropy")
     value: NonNegative = option(1.0, "weight of the value loss")
+    moves_left: NonNegative = option(1.0, "weight of the moves-left loss: Huber, of the error in units of 20 plies")
     ssl: SSLWeights = SSLWeights()
     positive: PositiveWeights = PositiveWeights()
     best_move: bool = option(False, "hard policy targets: the best move only; costs KL (guide of verdicts)")

@@ -16,6 +16,7 @@ from matrixlib.tasks.chess.config import LossConfig
 PAD_LOGIT = -1e9  # finite, so that 0 * PAD_LOGIT is not NaN
 PAD_INDEX = -1
 UNKNOWN_RESULT = 2
+MOVES_LEFT_SCALE, MOVES_LEFT_DELTA = 20.0, 10.0  # plies, as in Lc0's training
 Sums = dict[str, Tensor]
 
 
@@ -141,6 +142,13 @@ def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig
     else:
         loss = F.huber_loss(value, result, reduction="none", delta=options.huber_delta)
     return sums(loss, rows, _moments((value.detach() + 1) / 2, (result + 1) / 2))
+
+
+def moves_left_loss(plies: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
+    """Huber loss of predicted plies (B,), in units of MOVES_LEFT_SCALE, over `rows`. Metric: `error` in plies."""
+    scaled, delta = (plies.float() - target) / MOVES_LEFT_SCALE, MOVES_LEFT_DELTA / MOVES_LEFT_SCALE
+    loss = F.huber_loss(scaled, torch.zeros_like(scaled), reduction="none", delta=delta)
+    return sums(loss, rows, {"error": MOVES_LEFT_SCALE * scaled.abs()})
 
 
 def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor, Sums]:

@@ -27,7 +27,7 @@ from matrixlib.tasks.chess.blocks import (
     checkpointed,
     in_fp32,
 )
-from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
+from matrixlib.tasks.chess.config import SSL_CHANNELS, START_PLIES, ModelConfig, ValueHeadConfig
 from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY_SIZE, attention_table, plane_table
 from matrixlib.tasks.chess.planes import PLANES, move_keys
 
@@ -40,7 +40,7 @@ AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
 HEAD_INIT_SCALE = 0.1  # of the heads' output layers; with zeros the trunk would get no gradient
 DEFAULT_HEADS = frozenset({"policy", "value"})
-RESERVED_NAMES = DEFAULT_HEADS | {"features", "stream"}
+RESERVED_NAMES = DEFAULT_HEADS | {"features", "stream", "moves_left"}
 Trunk = Callable[[ModelConfig], nn.Module]
 LC0_PLANES, LC0_PLANES_NOW = 112, 21  # with and without the history
 
@@ -208,14 +208,15 @@ class PolicyHead(nn.Module):
 
 class ValueHead(nn.Module):
     """(B, C, 8, 8) -> win-draw-loss logits (B, 3) of the side to move, or values (B,) in [-1, 1]; output in fp32. Lc0's
-    has one hidden layer, the others two."""
+    has one hidden layer, the others two. options: default `config.value`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, options: ValueHeadConfig | None = None) -> None:
         super().__init__()
-        options = config.value
+        options = options or config.value
         self.input = ConvNorm(config, config.channels, options.channels, 1)
         self.dropout = nn.Dropout(config.dropout)
         self.scalar, self.pool = options.kind == "scalar", options.pool
+        self.bound: Callable[[Tensor], Tensor] = torch.tanh
         self.attention = nn.Conv2d(options.channels, 1, 1, bias=False) if options.pool == "attention" else None
         self.activation = ACTIVATIONS[options.activation]
         half = options.hidden if config.encoding == "lc0" else max(1, options.hidden // 2)
@@ -236,7 +237,16 @@ class ValueHead(nn.Module):
             x = x.mean((2, 3)) if self.pool == "pooled" else x.flatten(1)
         x = self.activation(self.fc1(x))
         out = in_fp32(self.fc3, x if self.fc2 is None else self.activation(self.fc2(x))).float()
-        return torch.tanh(out).squeeze(1) if self.scalar else out
+        return self.bound(out).squeeze(1) if self.scalar else out
+
+
+class MovesLeftHead(ValueHead):
+    """Lc0's: (B, C, 8, 8) -> plies (B,) to the end of the game."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        sizes = config.moves_left.model_dump()
+        super().__init__(config, ValueHeadConfig(kind="scalar", activation=config.activation, **sizes))
+        self.bound = F.relu
 
 
 class SquareHead(nn.Module):
@@ -280,6 +290,8 @@ class PolicyValueNet(nn.Module):
         if body is None:
             self.policy_head = PolicyHead(config)
             self.value_head = ValueHead(config)
+            if config.moves_left.channels:
+                self.moves_left_head = MovesLeftHead(config)
         inner = max(1, width // 2)
         self.ssl_heads = nn.ModuleDict({name: SquareHead(config, inner, SSL_CHANNELS[name]) for name in config.ssl})
         auxiliary = AUXILIARY_CHANNELS.items() if config.auxiliary else ()
@@ -303,11 +315,13 @@ class PolicyValueNet(nn.Module):
         "policy": logits (B, 4672), of Lc0's moves (B, 1858), or (B, L) of the policy indices `moves` (B, L) where that
         is cheaper.
         "value": logits (B, 3), or values (B,) in [-1, 1].  "ssl_<name>": logits out["ssl"][name] (B, c, 8, 8).
+        "moves_left": plies (B,) to the end of the game, of networks with this head.
         custom heads: (B, ...).  "features": trunk output (B, C, 8, 8).  "stream": list as in `trunk`.
         All are fp32 but the last two. ValueError for an unknown head.
         """
         names = DEFAULT_HEADS if heads is None else heads
-        known = {*RESERVED_NAMES, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
+        known = {*RESERVED_NAMES} - (set() if self.config.moves_left.channels else {"moves_left"})
+        known |= {*(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
         if unknown := sorted(names - known):
             raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         stream: list[Tensor] | None = [] if "stream" in names else None
@@ -317,6 +331,8 @@ class PolicyValueNet(nn.Module):
             out["policy"] = self.policy_head(x, moves)
         if "value" in names:
             out["value"] = self.value_head(x)
+        if "moves_left" in names:
+            out["moves_left"] = self.moves_left_head(x)
         if "features" in names:
             out["features"] = x
         shared = x if self.config.ssl_trunk else x.detach()
@@ -329,7 +345,10 @@ class PolicyValueNet(nn.Module):
         """Input and output layers, which Muon leaves to Adam; custom heads as a whole."""
         first = [self.stem] if self.own_trunk is None else []
         squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
-        return [*first, self.policy_head.output_layer, self.value_head.output_layer, *squares, *self.own_heads.values()]
+        heads = [self.policy_head.output_layer, self.value_head.output_layer]
+        if self.config.moves_left.channels:
+            heads.append(self.moves_left_head.output_layer)
+        return [*first, *heads, *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
         """The FSDP units: modules that a sharded network gathers one at a time."""
@@ -416,3 +435,6 @@ def _initialise(net: PolicyValueNet, blocks: int) -> None:
         for layer, factor in scaled:
             if layer is not None:
                 layer.get_parameter("weight").mul_(factor)
+        for module in net.modules():
+            if isinstance(module, MovesLeftHead):  # its ReLU would die at 0
+                module.fc3.bias.fill_(START_PLIES)

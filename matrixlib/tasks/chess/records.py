@@ -152,6 +152,14 @@ def stored_history(batch: Batch) -> Past | None:
     return Past(states, linked.sum(1))
 
 
+def moves_left(batch: Batch) -> NDArray[np.float32]:
+    """Plies (B,) to the end of each row's game, 0 unknown: to the move from its `last` position in the shard. Unknown
+    without a result and without `last`."""
+    rows, last = batch["records"], batch.get("last", np.zeros(len(batch["records"]), RECORD))
+    known = (rows["result"] != UNKNOWN) & last["pieces"].any(1) & (last["ply"] >= rows["ply"])
+    return np.where(known, last["ply"].astype(np.float32) - rows["ply"] + 1, np.float32(0))
+
+
 def _one_move_apart(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Whether boards of lines (B, H + 1, 12), newest first, can have come from the next ones by a move, (B, H): one or
     two (castling) of the mover's men stand elsewhere, at most one of the others is gone. A position and its image with

@@ -20,7 +20,7 @@ from matrixlib.engine.task import Batch
 from matrixlib.play.game import Past
 from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
-from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
+from matrixlib.tasks.chess.config import SSL_CHANNELS, START_PLIES, ChessConfig, ModelConfig
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import Sums, visible_rows
@@ -76,12 +76,19 @@ class ChessTask:
         return HISTORY_PLIES if self.config.model.history else 0
 
     @property
+    def last_of(self) -> str:
+        """The field of records by which `prepare` gets each game's last one, see `Reader`."""
+        return "game" if self.config.model.moves_left.channels else ""
+
+    @property
     def terms(self) -> dict[str, Term]:
         options, teacher = self.config.loss, self.config.teacher
         terms = {
             "policy": Term(options.policy, self._policy_loss, _count_policy_rows, self._policy_floor),
             "value": Term(options.value, self._value_loss, self._count_value_rows, self._value_floor),
         }
+        if self.config.model.moves_left.channels:
+            terms["moves_left"] = Term(options.moves_left, _moves_left_loss, lambda b: int(_moves_left_rows(b).sum()))
         for name in self.config.model.ssl:
             loss, items = partial(self._ssl_loss, name), _count_hidden_squares if name == "piece" else _count_squares
             terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, items)
@@ -113,6 +120,7 @@ class ChessTask:
         policy_index: int16 (B, L) on the oriented board, -1 in pads.
         policy_weight: float32 (B, L), rows sum to 1, or 0 without a target.
         wdl: float32 (B, 3) likewise.  result: int8 (B,), 2 unknown.
+        moves_left: float32 (B,), plies to the end of the game, 0 unknown, with a moves-left head.
         maps: uint8 (B, 5, 8), bit maps `ssl.MAPS`, with self-supervised heads.
         hidden: uint8 (B, 8), bit map of hidden squares, if `ssl_piece` has a weight.
         teacher_policy, teacher_wdl: float32 (B, L), (B, 3), with a cached teacher.
@@ -162,6 +170,8 @@ class ChessTask:
         if "policy_teacher" in batch:
             out["teacher_policy"] = _padded(batch["policy_teacher"], offset, losses.PAD_LOGIT, np.float32)
             out["teacher_wdl"] = _normalised(batch["sidecar"]["wdl"].astype(np.float32))
+        if self.config.model.moves_left.channels:
+            out["moves_left"] = records.moves_left(batch)
         if self.config.model.ssl:
             out["maps"] = ssl.target_maps(rows)
         if self.weights.get("ssl_piece"):
@@ -222,12 +232,13 @@ class ChessTask:
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """(chance, floor) sums of each active term where known; chance: the loss of all-zero outputs."""
+        """(chance, floor) sums of each active term where known; chance: the loss of a new network."""
         batch, model = {name: tensor.cpu() for name, tensor in batch.items()}, self.config.model
         count = len(batch["pieces"])
         blank = {
             "policy": torch.zeros(batch["policy_index"].shape),
             "value": torch.zeros(count) if model.value.kind == "scalar" else torch.zeros(count, 3),
+            "moves_left": torch.full((count,), START_PLIES),
             "ssl": {name: torch.zeros(count, SSL_CHANNELS[name], 8, 8) for name in model.ssl},
         }
         floors = {name: term.floor for name, term in self.terms.items() if term.weight > 0 and term.floor is not None}
@@ -298,7 +309,7 @@ class ChessTask:
         out = self.forward(model, batch, frozenset(self.weights))
         index = self.network_index(batch)
         legal = torch.where(index != losses.PAD_INDEX, losses.legal_logits(out["policy"], index), math.nan)
-        own = {head.name: out[head.name] for head in self.heads}
+        own = {name: out[name] for name in ("moves_left", *(head.name for head in self.heads)) if name in out}
         maps = {f"ssl_{name}": logits for name, logits in out.get("ssl", {}).items()}
         return {"policy": legal, "value": out["value"]} | maps | own
 
@@ -360,7 +371,7 @@ class ChessTask:
         names = {TERM_OUTPUTS.get(term, term) for term in terms}
         if terms & self.loss_functions.keys():
             known = {*DEFAULT_HEADS, "features", *(f"ssl_{name}" for name in self.config.model.ssl)}
-            known |= {head.name for head in self.heads}
+            known |= {head.name for head in self.heads} | ({"moves_left"} if self.last_of else set())
             names = names & {"stream"} | known
         return frozenset(names)
 
@@ -411,6 +422,14 @@ def _count_hidden_squares(batch: Batch) -> int:
 
 def _count_policy_rows(batch: Batch) -> int:
     return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], visible_rows(batch)).sum())
+
+
+def _moves_left_rows(batch: Batch) -> Tensor:
+    return visible_rows(batch) & batch["moves_left"].gt(0)
+
+
+def _moves_left_loss(out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+    return losses.moves_left_loss(out["moves_left"], batch["moves_left"], _moves_left_rows(batch))
 
 
 def _count_rows_with_moves(batch: Batch) -> int:

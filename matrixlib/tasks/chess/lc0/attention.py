@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matrixlib.tasks.chess.blocks import SQUARES, board_mask, in_fp32
-from matrixlib.tasks.chess.config import Lc0Activation, ModelConfig
+from matrixlib.tasks.chess.config import START_PLIES, Lc0Activation, ModelConfig
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.lc0.weights import CLOCK, CLOCK_SCALE, NOW, Message, check_format, form_of, read_layer
 from matrixlib.tasks.chess.model import HEAD_INIT_SCALE, LC0_PLANES, Lc0AttentionPolicy, PolicyValueNet, Trunk
@@ -23,6 +23,7 @@ from matrixlib.tasks.chess.model import HEAD_INIT_SCALE, LC0_PLANES, Lc0Attentio
 SE_HEADS, BODIES = 4, (6, 7, 134)  # network formats: of the first attention bodies and later ones, 134 an older 7
 ATTENTION, WDL, PE_DENSE, PIECE_PLANES = 3, 2, 2, 12  # formats of policy, value and input embedding; planes
 RESIDUAL, ENCODER, SMOLGEN, VALUE_HEADS, POLICY_HEADS = 2, 27, 35, 44, 45  # fields of Weights
+VALUE, MOVES_LEFT = (1, 3, 5), (31, 13, 15)  # weights of three layers in ValueHead and Weights
 SMOLGEN_CHANNELS = 32  # per square in the smolgen of a new network
 Place = tuple[tuple[int, int], ...]  # of a layer in Weights: fields, each with its index if it is repeated, else -1
 # Heads by Lc0's names -> fields of PolicyHeads and ValueHeads; fields of a head -> of Weights, in files with one head
@@ -221,19 +222,21 @@ def _policy(head: Part, width: int, embed: nn.Linear | None) -> nn.Module:
 
 
 class Value(nn.Module):
-    """(B, 64, C) -> win-draw-loss logits (B, 3), or values (B,)."""
+    """(B, 64, C) -> win-draw-loss logits (B, 3), or values (B,); with the fields MOVES_LEFT plies (B,) to the end."""
 
-    def __init__(self, head: Part, width: int) -> None:
+    def __init__(self, head: Part, width: int, fields: tuple[int, int, int] = VALUE) -> None:
         super().__init__()
-        self.scalar, self.activation = head.form["value"] != WDL, head.activation()
-        self.embed = head.linear("ip_val", 1, width)
-        self.fc1 = head.linear("ip1_val", 3, SQUARES * self.embed.out_features)
-        self.fc3 = head.linear("ip2_val", 5, self.fc1.out_features, 1 if self.scalar else 3)
+        name, moves = ("val", False) if fields == VALUE else ("mov", True)
+        self.scalar, self.activation = moves or head.form["value"] != WDL, head.activation()
+        self.bound = F.relu if moves else torch.tanh
+        self.embed = head.linear(f"ip_{name}", fields[0], width)
+        self.fc1 = head.linear(f"ip1_{name}", fields[1], SQUARES * self.embed.out_features)
+        self.fc3 = head.linear(f"ip2_{name}", fields[2], self.fc1.out_features, 1 if self.scalar else 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.activation(self.embed(x)).flatten(1)
         out = in_fp32(self.fc3, self.activation(self.fc1(x)))
-        return torch.tanh(out).flatten() if self.scalar else out
+        return self.bound(out).flatten() if self.scalar else out
 
 
 class Heads(nn.ModuleDict):
@@ -276,6 +279,9 @@ class Body(NamedTuple):
         value = Heads("value", "winner", "fc3", {name: Value(head, width) for name, head in values})
         modules = {"stem": stem, "tower": tower, "policy_head": policy, "value_head": value}
         modules |= {} if shared is None else {"smolgen": shared}
+        if part.form["moves_left"]:
+            moves = Value(part, width, MOVES_LEFT)
+            modules["moves_left_head"] = Heads("moves-left", "moves_left", "fc3", {"moves_left": moves})
         placed = {id(parameter): place for parameter, place in part.layers}
         return cls(modules, {name: placed[id(one)] for name, one in nn.ModuleDict(modules).named_parameters()})
 
@@ -324,6 +330,9 @@ def build(net: Message) -> tuple[dict[str, Any], Body] | None:
             **{"hidden": value.fc1.out_features, "activation": activation},
         },
     }
+    if moves := body.modules.get("moves_left_head"):
+        one = moves["moves_left"]
+        options["moves_left"] = {"channels": one.embed.out_features, "hidden": one.fc1.out_features}
     return options, body
 
 
@@ -365,4 +374,8 @@ def new(config: ModelConfig) -> Message:
     last = dense(5, value.hidden, 3 if value.kind == "wdl" else 1, HEAD_INIT_SCALE)
     weights[POLICY_HEADS] = dense(1, width, policy.channels) | {3: query | dense(7, policy.rank, 4, bias=False)}
     weights[VALUE_HEADS] = {1: head | last}
+    if moves := config.moves_left.channels:
+        embed, first, final = MOVES_LEFT
+        weights |= dense(embed, width, moves) | dense(first, SQUARES * moves, config.moves_left.hidden)
+        weights |= dense(final, config.moves_left.hidden, 1, HEAD_INIT_SCALE) | {final + 1: torch.tensor([START_PLIES])}
     return Message({4: {2: form_of(config)}, 10: weights})

@@ -1,7 +1,7 @@
 """Lc0's weight files (`.pb.gz`), read and written: a gzipped protocol buffer `Net`, without generated code.
 
 Read here: residual networks with or without squeeze-and-excitation, ReLU or Mish, classical, convolutional or attention
-policy, scalar or win-draw-loss value; a moves-left head is ignored. Shapes follow from the lengths of arrays. Attention
+policy, scalar or win-draw-loss value, moves-left head or none. Shapes follow from the lengths of arrays. Attention
 bodies: `attention`.
 Format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
@@ -33,11 +33,13 @@ MAX_BYTES = 1 << 30  # decompressed
 LINEAR16 = 1
 POLICIES = {"dense": 1, "conv": 2, "attention": 3}
 ATTENTION = {"embed": 4, "query": 17, "key": 19}  # fields of the weights of its policy
+HEADS = (("value_head", 6, 7, 9), ("moves_left_head", 12, 13, 15))  # fields of their layers
 FORMATS = {  # name -> (field, supported values)
     "input": (1, (0, 1)),
     "network": (3, (0, 1, 2, 3, 4, 6, 7, 134)),  # residual, 3 and 4 with specified heads; then with attention bodies
     "policy": (4, (0, 1, 2, 3)),
     "value": (5, (0, 1, 2)),
+    "moves_left": (6, (0, 1)),
     "activation": (7, (0, 1)),
     **{name: (field, range(9)) for name, field in (("smolgen_activation", 8), ("ffn_activation", 9))},
     "input_embedding": (10, (0, 1, 2)),
@@ -141,8 +143,9 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
         arrays["policy_head.pairs.pieces.weight"] = read_layer("pieces", weights, 22).reshape(4, -1)
     else:
         arrays |= _normed(*policy, weights.message(3), filters, 1) | _dense("policy_head.dense", weights, 4)
-    arrays |= _normed(*value, weights.message(6), filters, 1)
-    arrays |= _dense("value_head.fc1", weights, 7) | _dense("value_head.fc3", weights, 9)
+    for head, conv, first, last in HEADS[: 1 + form["moves_left"]]:
+        arrays |= _normed(f"{head}.input.conv", f"{head}.input.norm", weights.message(conv), filters, 1)
+        arrays |= _dense(f"{head}.fc1", weights, first) | _dense(f"{head}.fc3", weights, last)
     if bad := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise ValueError(f"{bad[0]} has values that are not finite")
     arrays["stem.conv.weight"][:, CLOCK] *= CLOCK_SCALE
@@ -172,6 +175,9 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "hidden": width["value_head.fc1"],
             "activation": activation,
         },
+        "moves_left": {"channels": width["moves_left_head.input.norm"], "hidden": width["moves_left_head.fc1"]}
+        if form["moves_left"]
+        else {},
         "ssl": [],
     }
     tensors = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
@@ -286,8 +292,8 @@ def _net(model: PolicyValueNet, updates: int) -> bytes:
 def form_of(config: ModelConfig) -> dict[int, int]:
     """The message `NetworkFormat` of a network."""
     wdl, options, names = 1 + (config.value.kind == "wdl"), config.encoder, get_args(Lc0Activation)
-    form = {1: 1, 2: wdl, 3: 4 if config.se_ratio else 3, 4: POLICIES[config.policy.kind], 5: wdl, 6: 0}
-    form[7] = int(config.activation == "mish")
+    form = {1: 1, 2: wdl, 3: 4 if config.se_ratio else 3, 4: POLICIES[config.policy.kind], 5: wdl}
+    form |= {6: int(config.moves_left.channels > 0), 7: int(config.activation == "mish")}
     if config.trunk == "encoder":
         activations = (names.index(name) for name in (options.smolgen_activation, options.ffn_activation))
         form |= {3: 7, **dict(enumerate(activations, 8)), 10: 1 + (options.dense > 0)}
@@ -349,8 +355,10 @@ def _residual(config: ModelConfig, arrays: Arrays) -> list[tuple[int, Any]]:
         weights.append((11 if kind == "conv" else 3, policy))
         last = layers("policy_head.planes", 1) if kind == "conv" else layers("policy_head.dense", 4)
         weights += [(3, _message(*last))] if kind == "conv" else last
-    weights.append((6, normed("value_head.input.conv", "value_head.input.norm")))
-    return [*weights, *layers("value_head.fc1", 7), *layers("value_head.fc3", 9)]
+    for head, conv, first, final in HEADS[: 1 + (config.moves_left.channels > 0)]:
+        weights.append((conv, normed(f"{head}.input.conv", f"{head}.input.norm")))
+        weights += [*layers(f"{head}.fc1", first), *layers(f"{head}.fc3", final)]
+    return weights
 
 
 def _message(*fields: tuple[int, Any]) -> bytes:
