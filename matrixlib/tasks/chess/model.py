@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from matrixlib.engine.compiler import Watch
 from matrixlib.tasks.chess.blocks import (
     ACTIVATIONS,
     SQUARES,
@@ -49,15 +49,10 @@ def input_planes(config: ModelConfig) -> int:
     return PLANES if config.encoding != "lc0" else LC0_PLANES if config.history else LC0_PLANES_NOW
 
 
-class FlopCounter(TorchDispatchMode):
-    """FLOPs of what runs inside, by torch's formulas. torch's own counter, and tensors without data, import its
-    compiler, which takes as long as importing torch."""
+class FlopCounter(Watch):
+    """FLOPs of what runs inside, by torch's formulas."""
 
     total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -83,6 +78,7 @@ def training_flops(
     config: ModelConfig, heads: frozenset[str], *parts: Any, network: "Callable[..., PolicyValueNet] | None" = None
 ) -> int:
     """Training FLOPs per position, without recomputation by activation checkpointing. parts: custom trunk and heads."""
+    # On the CPU: operations on tensors without data import torch's compiler
     with torch.random.fork_rng(devices=()):
         net = (network or PolicyValueNet)(config.model_copy(update={"checkpoint_every": 0}), *parts)
         return flops(net, input_planes(config), heads, backward=True)
