@@ -1,6 +1,7 @@
 """Blocks with their gradients and updates; outputs; dead units, planted and found exactly; what went bad first."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +111,12 @@ def test_warnings_about_blocks_that_stand_still_or_jump() -> None:
 def numbers(dead: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Of the dead units, by activation that has any."""
     return {name: tuple(flags.nonzero().flatten().tolist()) for name, flags in dead.items() if flags.any()}
+
+
+def test_units_are_looked_at_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing it takes as long as importing torch. Before the other tests of dead units, as a function remembers."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    assert numbers(dead_units(Outputs(), nn.Linear(4, 2), normal((64, 4)), toy_runtime())[1]) == {}
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])

@@ -1,4 +1,4 @@
-"""Placing a network on its device, and torch.compile: code cache, CUDA-graph rules, graph breaks."""
+"""Placing a network on its device, and torch.compile: code cache, CUDA-graph rules, graph breaks, doing without."""
 
 import os
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrixlib.engine.optim import unwrap
 from matrixlib.files import cache_root
@@ -16,6 +17,14 @@ from matrixlib.hardware.runtime import Runtime
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = frozenset({"reduce-overhead", "max-autotune"})  # CUDA graphs reuse output and gradient memory
 ON_CPU = {"cpp_wrapper": True}  # calls kernels from C++; 256-bit vectors were as fast as 512-bit
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation. Unlike torch's own modes it does not import the compiler, which takes as long as torch."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from matrixlib.engine.compiler import Watch
 from matrixlib.engine.distributed import full, local_part, unsharded
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import OomBackoff
@@ -305,7 +305,7 @@ def _dead(name: str, moments: Tensor) -> Tensor:
     return (share * (variances + (means - mean).square())).sum(0) < DEAD_DEVIATION**2
 
 
-class _Activations(TorchDispatchMode):
+class _Activations(Watch):
     """(4, units) count, mean, variance and maximum of activations' outputs, by module and function."""
 
     def __init__(self) -> None:

@@ -234,7 +234,8 @@ def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") 
 def _draw(axes: Axes, chart: Chart, events: Sequence[Mark]) -> None:
     plain(axes)
     axes.set_facecolor("none")
-    axes.set_title(chart.label + ", points: held-out" * chart.held_out, fontsize=9, loc="left", color=GREY)
+    title = chart.label + ", points: held-out" * chart.held_out
+    axes.set_title(title, fontsize=9, loc="left", color=GREY, y=1.0)  # searching the place takes a quarter of the time
     axes.tick_params(labelsize=9, colors=GREY, which="both")
     for curve in chart.curves:
         there = ~np.isnan(curve.values)

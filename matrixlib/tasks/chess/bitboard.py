@@ -446,7 +446,8 @@ def _sort_moves(moves: U16, keys: U16, n: Int) -> None:
 @kernel
 def _grown(old: U16, used: Int, need: Int) -> U16:
     new = np.empty(max(2 * old.shape[0], used + need), np.uint16)
-    new[:used] = old[:used]
+    for j in range(used):  # numba takes four seconds to compile an assignment to a slice, for the text of its errors
+        new[j] = old[j]
     return new
 
 
@@ -592,7 +593,8 @@ def bitboards(pieces: U8) -> U64:
     out, bb = np.empty((pieces.shape[0], 12), np.uint64), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
         _unpack(pieces[i], bb)
-        out[i] = bb[:12]
+        for j in range(12):  # see `_grown`
+            out[i, j] = bb[j]
     return out
 
 

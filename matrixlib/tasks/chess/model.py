@@ -6,7 +6,6 @@ Shapes: B positions, C trunk channels, 8 rows, 8 columns; row 0 is rank 1 of the
 rank 8 of White's board (`matrix0`), column 0 the a-file.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
+from matrixlib.engine.compiler import Watch
 from matrixlib.tasks.chess.blocks import (
     ACTIVATIONS,
     SQUARES,
@@ -49,18 +49,28 @@ def input_planes(config: ModelConfig) -> int:
     return PLANES if config.encoding != "lc0" else LC0_PLANES if config.history else LC0_PLANES_NOW
 
 
+class FlopCounter(Watch):
+    """FLOPs of what runs inside, by torch's formulas."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 def flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = DEFAULT_HEADS, backward: bool = False) -> int:
     """FLOPs per position of the forward pass (and `backward` pass), a multiply-add being two: convolutions, linear
     layers, attention. planes: input planes. heads: as in `PolicyValueNet.forward`."""
-    tensors = (*net.parameters(), *net.buffers())
-    shapes = {id(t): t.detach().to("meta").requires_grad_(backward and t.requires_grad) for t in tensors}
-    net = copy.deepcopy(net, shapes)  # `functional_call` loses the weights of a module that is used twice
-    # On the CPU the counter does not know fused attention
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-        out = net(torch.empty(1, planes, 8, 8, device="meta"), heads)
+    board = torch.zeros(1, planes, 8, 8, device=next(net.parameters()).device)
+    # There is no formula for fused attention on the CPU
+    with sdpa_kernel(SDPBackend.MATH), FlopCounter() as counter, torch.set_grad_enabled(backward):
+        out = net(board, heads)
         if backward:
             torch.stack([o.sum() for o in (*out.pop("ssl", {}).values(), *out.values())]).sum().backward()
-    return int(counter.get_total_flops())
+    return counter.total
 
 
 @functools.lru_cache
@@ -68,9 +78,10 @@ def training_flops(
     config: ModelConfig, heads: frozenset[str], *parts: Any, network: "Callable[..., PolicyValueNet] | None" = None
 ) -> int:
     """Training FLOPs per position, without recomputation by activation checkpointing. parts: custom trunk and heads."""
-    with torch.device("meta"):
+    # On the CPU: operations on tensors without data import torch's compiler
+    with torch.random.fork_rng(devices=()):
         net = (network or PolicyValueNet)(config.model_copy(update={"checkpoint_every": 0}), *parts)
-    return flops(net, input_planes(config), heads, backward=True)
+        return flops(net, input_planes(config), heads, backward=True)
 
 
 class AttentionPolicy(nn.Module):
