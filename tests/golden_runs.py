@@ -34,7 +34,8 @@ UPDATES = 200
 
 
 def execute(folder: Path, updates: int = UPDATES) -> None:
-    """Train and play in a process of its own, in an empty folder; trainings end after so many of their updates."""
+    """Train and play in a process of its own, in an empty folder; with fewer updates of the trainings no game is
+    played."""
     environment = {**os.environ, **INSTRUCTIONS, "MATRIXLIB_REPORTS": str(folder), "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, __file__, str(folder), "--inside", str(updates)]
     subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -70,6 +71,8 @@ def run_all(updates: int) -> None:
         for _ in itertools.islice(run.train(), updates if updates < UPDATES else None):  # the whole one with its end
             pass
         run.close()
+    if updates < UPDATES:
+        return
     played_out = {"adjudicate_plies": 0, "material": 0.0}  # as when the golden runs were recorded
     for _ in cycles.open_cycle("demo", "cpu", "cycle", {"network": SETTINGS, "selfplay": played_out}).train():
         pass

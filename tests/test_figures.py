@@ -12,8 +12,6 @@ from matrixlib.engine.stats import Event
 from matrixlib.runs import figures
 from matrixlib.runs.figures import Chart, charts, frame, marks, png, training_figure
 
-HELD_OUT = {"loss": 2.5, "losses": {"policy": 2.0}, "metrics": {"policy/top1": 0.1}}
-
 
 def row(step: int, **values: Any) -> dict[str, Any]:
     return {

@@ -70,12 +70,12 @@ def updates(reports: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "number, words",
     [
         (signal.SIGINT, "interrupted; rerun the same command to resume from the last checkpoint"),
-        pytest.param(signal.SIGTERM, "ended by SIGTERM", marks=pytest.mark.soak),
+        (signal.SIGTERM, "ended by SIGTERM"),
     ],
 )
 def test_what_a_signal_ends_says_how_and_loses_no_update(

@@ -63,8 +63,8 @@ MELEE: dict[str, Any] = {
 }
 CYCLE: dict[str, Any] = {
     "generations": 1,
-    "games": 40,
-    "selfplay": {"parallel": 40, "num_simulations": 4, "num_quick_simulations": 2, "full_share": 0.5}
+    "games": 20,
+    "selfplay": {"parallel": 20, "num_simulations": 4, "num_quick_simulations": 2, "full_share": 0.5}
     | {"temperature_plies": 1, "adjudicate_plies": 2, "adjudicate_draw_ply": 1},
     "match": {"pairs": 2, "batch": 1, "num_simulations": 2, "anchor_pairs": 1},
     "network": ENGINE,
@@ -78,11 +78,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Keys:
     plain = Section.__getattribute__
 
     def noted(self: Section, name: str) -> Any:
-        kind = type(self)
-        if name in kind.__pydantic_fields__:
+        key = type(self).__name__, name
+        if key not in keys and name in type(self).__pydantic_fields__:
             reader = Path(sys._getframe(1).f_code.co_filename)
             if reader.name != "config.py" and reader.is_relative_to(PACKAGE):
-                keys.add((kind.__name__, name))
+                keys.add(key)
         return plain(self, name)
 
     monkeypatch.setattr(Section, "__getattribute__", noted)

@@ -97,6 +97,7 @@ import numpy as np, torch
 from torch import nn
 from torch.nn import functional as F
 import matrixlib
+from matrixlib.runs import ending
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import visible_rows
 
@@ -127,9 +128,10 @@ def optimizer(groups):
     return torch.optim.RAdam(groups, decoupled_weight_decay=True)
 """
 TRAIN = """
-overrides = {"data": {"workers": 1}, "runtime": {"threads": 1, "precision": "fp32"}, "checkpoint": {"interval": 10},
+ending.UNDRAWN |= {"train"}
+overrides = {"data": {"workers": 1}, "runtime": {"threads": 1, "precision": "fp32"}, "checkpoint": {"interval": 5},
              "validation": {"limit": 256}}
-run = matrixlib.open_run("demo", run=name, device="cpu", steps=40, overrides=overrides, heads=[Mobility()],
+run = matrixlib.open_run("demo", run=name, device="cpu", steps=20, overrides=overrides, heads=[Mobility()],
                          trunk=Trunk, losses={"value": value}, schedule=lambda step: 0.004 / (1 + step),
                          optimizer=optimizer)
 for stats in run.train():
@@ -160,7 +162,7 @@ def test_parts_of_a_cell_are_trained_killed_and_resumed_bit_for_bit(reports: Pat
     text = "".join(output.get("text", "") for cell in whole.cells for output in cell.get("outputs", []))
     assert "workers do not work" not in text, "loader workers know what a cell defines"
     with pytest.raises(DeadKernelError):
-        execute(tmp_path, "killed", die=25)
+        execute(tmp_path, "killed", die=13)
     with pytest.raises(papermill.PapermillExecutionError, match=r"'losses.value' has another source"):
         execute(tmp_path, "killed", parts=PARTS.replace("* rows).sum()", "* rows * 2).sum()"))
     execute(tmp_path, "killed")

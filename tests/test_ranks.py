@@ -206,7 +206,7 @@ def test_a_rank_that_hangs_is_named_after_the_time_out(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_goes_on(
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 import matrixlib
 from matrixlib.engine import metrics
-from matrixlib.runs import compare, live
+from matrixlib.runs import compare, ending, live
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import visible_rows
 
+ending.UNDRAWN |= {"train", "compare"}  # the end of a run has no pictures, which take a second
 small = {"model": {"channels": 16, "blocks": 1}, "train": {"batch_size": 64, "statistics_interval": 100},
          "validation": {"interval": 100, "sample": 128, "limit": 256}, "checkpoint": {"interval": 100},
          "runtime": {"threads": 1, "precision": "fp32"}, "data": {"limit": 2048}}

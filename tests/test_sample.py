@@ -178,6 +178,7 @@ def test_a_folder_of_other_work_is_refused(made, stockfish):
         generate(made, 4, replace(TINY, seed=6), stockfish, progress=False)
 
 
+@pytest.mark.soak
 def test_any_engine_that_says_its_visits_makes_a_set_and_is_named_with_its_arguments(tmp_path):
     text = f"{sys.executable} -m matrixlib.tasks.chess.uci.engine --checkpoint shipped --device cpu nodes=12"
     tiny = replace(TINY, nodes=(2, 4), plies=6, keep=1.0, keep_first=1.0)

@@ -69,7 +69,7 @@ def trained(name: str, overrides: dict[str, Any]) -> None:
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_planted_faults_are_named_by_the_notebook(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setattr(ChessSpec, "task", lambda self, config: Planted(config))

@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     (wheel,) = folder.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
     bin_folder = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
-    run(*pip, "--python", bin_folder / "python", "install", "--no-deps", wheel)
+    run(*pip, "--python", bin_folder / "python", "install", "--no-deps", "--no-compile", wheel)
     where = run(bin_folder / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     # A line of a .pth leads to the packages of this environment, but follows no .pth of it: none to the checkout
     (Path(where) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -61,10 +61,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.slow
-def test_the_wheel_works_without_a_checkout(run: Run) -> None:
+def places(run: Run) -> list[str]:
+    """Where a command is started, where the package is installed, and the reports root."""
     code = "import matrixlib.files as f, pathlib; print(pathlib.Path().resolve(), f.PACKAGE, f.reports_root())"
-    empty, package, reports = run("python", "-c", code).split()
+    return run("python", "-c", code).split()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_a_checkout_has_and_its_command_starts(run: Run) -> None:
+    empty, package, reports = places(run)
     assert not Path(package).is_relative_to(ROOT)
     assert Path(reports) == Path(empty) / "reports"
     for name, there in (("notebooks", ROOT), ("params", ROOT), ("tasks/chess/board", ROOT / "matrixlib")):
@@ -73,6 +78,12 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
             for root in (there, Path(package))
         )
         assert wanted == installed
+    assert "usage: matrixlib-uci" in run("matrixlib-uci", "--help")
+
+
+@pytest.mark.soak
+def test_the_wheel_works_without_a_checkout(run: Run) -> None:
+    _, package, reports = places(run)
     launch = ["python", "-m", "matrixlib.runs.launch", "--preset", "demo", "--steps", "40", "--run", "first"]
     first, *_, result, report, look, play = run(*launch).splitlines()
     folder = Path(reports) / "first"
@@ -93,4 +104,3 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     (folder / "report.html").unlink()
     run("python", "-m", "matrixlib.runs.report", "first")
     assert (folder / "report.html").exists()
-    assert "usage: matrixlib-uci" in run("matrixlib-uci", "--help")
