@@ -83,7 +83,7 @@ class SearchOptions(Section):
     maxvisit_init: NonNegative = option(
         50.0, "visits added to the most visited move's in a Gumbel search's value scale"
     )
-    value_scale: NonNegative = option(1.0, "factor of the value scale")
+    value_scale: NonNegative = option(1.0, "factor of the value scale: the smaller, the softer the policy")
     look_ahead: bool = option(True, "detect moves that end the game when their position is expanded")
 
 
