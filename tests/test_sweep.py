@@ -83,7 +83,7 @@ def swept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
 
         monkeypatch.setattr(runs, "open_run", open_run)
         monkeypatch.setattr(fleet, "compute", lambda parts, **_: ((key, part()) for key, part in parts))
-        monkeypatch.setattr(figures, "png", lambda figure: b"")  # those of real trainings are drawn
+        monkeypatch.setattr(figures, "png", lambda figure: b"PNG")  # those of real trainings are drawn
         options = {"steps": 12, "overrides": {"validation": {"interval": 1}}} | options
         return run_notebook("sweep", preset="demo", device="cpu", sweep=sweep, overrides=options), begun
 
