@@ -2,7 +2,9 @@
 
 import io
 import random
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,18 +306,23 @@ def losses(run: Any, stop: int = 0) -> list[float]:
     return found
 
 
+def check_resumed(begin: Callable[[], Any], whole: list[float]) -> None:
+    """A run that is stopped after five updates and begun again has the losses of the whole one of eight."""
+    with closing(begin()) as run:
+        assert losses(run, 5) == whole[:5]
+    with closing(begin()) as run:
+        rest = losses(run)
+        assert rest == whole[-len(rest) :]
+        assert 0 < len(rest) < 8
+
+
 def test_a_run_trains_on_it_and_resumes_to_the_same_bits(imported: Path, reports: Path) -> None:
     with closing(begun("whole", imported)) as run:
         batch = run.batch(0)
         assert batch["planes"].shape == (64, 112, 8, 8)
         assert batch["known"].float().mean() > 4
         whole = losses(run)
-    with closing(begun("workers", imported, workers=2)) as run:
-        assert losses(run, 5) == whole[:5]
-    with closing(begun("workers", imported, workers=2)) as run:
-        rest = losses(run)
-        assert rest == whole[-len(rest) :]
-        assert 0 < len(rest) < 8
+    check_resumed(partial(begun, "workers", imported, workers=2), whole)
     with closing(begun("without", imported, history=False)) as run:
         batch = run.batch(0)
         assert not {"past", "past_state", "known"} & set(batch)

@@ -1,6 +1,7 @@
 """The moves-left head of Lc0 networks: its targets from stored games, training, files and options."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from networks import CPU
 from test_lc0_attention import small
-from test_lc0_history import META, losses, random_game
+from test_lc0_history import META, check_resumed, losses, random_game
 from test_lc0_train import SMALL
 
 import matrixlib
@@ -159,12 +160,7 @@ def test_a_run_resumes_to_the_same_bits(imported: Path) -> None:
         whole = losses(run)
         errors = [row["metrics"]["moves_left/error"] for row in run.history() if "metrics" in row]
         assert 0 < errors[-1] < errors[0] < 60
-    with closing(begun("workers", imported, workers=2)) as run:
-        assert losses(run, 5) == whole[:5]
-    with closing(begun("workers", imported, workers=2)) as run:
-        rest = losses(run)
-        assert rest == whole[-len(rest) :]
-        assert 0 < len(rest) < 8
+    check_resumed(partial(begun, "workers", imported, workers=2), whole)
 
 
 @pytest.mark.usefixtures("reports")
