@@ -246,7 +246,10 @@ def test_a_worker_that_hangs_is_ended_and_started_again(
         """Starts of workers may take any time."""
 
         def take(self, timeout: float) -> WorkerBatch:
+            until = time.monotonic() + 300
             while not flag.exists():
+                assert time.monotonic() < until, "no worker has started"
+                assert not self.futures[0].done(), f"it never came to a batch: {self.futures[0].exception()}"
                 time.sleep(0.01)
             return super().take(0.0 if said else timeout)
 

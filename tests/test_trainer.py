@@ -388,6 +388,7 @@ def test_a_match_that_fails_costs_the_match_and_no_update(tmp_path: Path, number
     with pytest.raises(end):
         list(trainer.train())
     trainer.checkpoints.join()
+    assert trainer._signals.interrupts == (number == signal.SIGINT), "counted once"
     assert (trainer.step, trainer.checkpoints.newest().step) == (6, 6)
     rows = history(tmp_path / "run")
     assert {row["step"]: row.get("strength") for row in rows} == {1: None, 2: figures} | dict.fromkeys(range(3, 7))

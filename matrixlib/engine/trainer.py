@@ -368,7 +368,7 @@ class Trainer:
             except (Exception, KeyboardInterrupt, Terminated) as error:
                 if not self.step or (self._step.sharded and model is None):  # no first weights; ranks that wait
                     raise
-                self._signals.interrupts += isinstance(error, KeyboardInterrupt)  # for after this update
+                self._signals.interrupts = self._signals.interrupts or isinstance(error, KeyboardInterrupt)  # for later
                 messages.append(Message(Event.MATCH, f"no match: {type(error).__name__}: {first_line(error)}"))
         return None
 

@@ -24,7 +24,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
-from matrixlib.data.shards import file_hash, read_info
+from matrixlib.data.shards import Shard, file_hash, read_info
 from matrixlib.engine import optim
 from matrixlib.engine.folder import name_conflict
 from matrixlib.engine.network import Network
@@ -40,9 +40,10 @@ from matrixlib.runs import run as runs
 from matrixlib.runs import start as starts
 from matrixlib.runs.autotune import working_runtime
 from matrixlib.runs.cycle_games import Against, CycleConfig, CycleError, Decision, Generation, Pairs, read_generations
-from matrixlib.runs.data import RunData
+from matrixlib.runs.data import RunData, rows_of
 from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_config
+from matrixlib.runs.strength import StrengthMatch
 from matrixlib.tasks import changed, get_task
 
 FREE = ("generations", "workers", "fleet")  # options without effect on games and weights
@@ -64,9 +65,14 @@ def open_cycle(
             raise CycleError(f"cycle name {taken!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
-    for source in config.sources:  # an unknown one is refused before any game
-        get_task(config.network.task).catalogue(changed(config.network, {"data": {"source": {source: 1.0}}}))
-    games.judges(config)  # refuse missing tables before any game
+    for source in (one for one, share in config.sources.items() if np.any(share)):  # refuse before any game
+        own, spec = changed(config.network, {"data": {"source": {source: 1.0}}}), get_task(config.network.task)
+        if not (rows := rows_of(spec.catalogue(own), "train", own, [source])):
+            raise CycleError(f"source '{source}' has no healthy training shard: import its data, or leave it out")
+        Shard(rows[0].path, spec.layout)
+    games.judges(config)
+    if config.network.validation.strength.every and not path.exists():
+        StrengthMatch(config.network, "cpu", folder, {})
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer openings: fail early
     rules, book, plies = games.rules(config), config.selfplay.openings, config.selfplay.opening_plies
     rules.openings(config.match, needed, config.seed, config.match.random_plies)
@@ -190,14 +196,12 @@ class Cycle:
 
     def decisions(self) -> list[Decision]:
         """Every change of the best network and why, oldest first."""
-        stages = [[g.decision, *g.rollbacks] for g in read_generations(self.folder).values()]
-        return [decision for stage in stages for decision in stage if decision]
+        return [one for g in read_generations(self.folder).values() for one in (g.decision, *g.rollbacks) if one]
 
     @property
     def best(self) -> int:
         """Generation of the best network; 0 is that of `start`, or the untrained one."""
-        decisions = self.decisions()
-        return decisions[-1].best if decisions else 0
+        return next((decision.best for decision in reversed(self.decisions())), 0)
 
     def roll_back(self, generation: int, reason: str) -> None:
         """Make the network of an earlier generation the best one again; repeating it has no effect.
@@ -235,17 +239,15 @@ class Cycle:
         if not missing:
             return generation
         play = partial(games.play_chunk, self.name, config, runtime, generation.model_copy(update={"chunks": {}}))
-        if config.selfplay.openings:
-            book, seed = config.selfplay, [config.seed, generation.number]
-            openings = self.rules.read_openings(book.openings, book.opening_plies, config.games, seed)
-            play = partial(play, openings=openings)
+        if book := config.selfplay.openings:
+            plies, seed = config.selfplay.opening_plies, [config.seed, generation.number]
+            play = partial(play, openings=self.rules.read_openings(book, plies, config.games, seed))
         todo = {first: partial(play, first) for first in missing}
         files.make_folder(self._shards(generation.number))
         catalogue = Catalogue(self._shards(generation.number))
-        stored = games.weights_of(self.folder, config, generation.by)
         title = f"generation {generation.number}: self-play"
         with (
-            self._compute(todo, stored) as results,
+            self._compute(todo, games.weights_of(self.folder, config, generation.by)) as results,
             live_bar(initial=len(starts) - len(todo), total=len(starts), desc=title, unit="chunk") as bar,
         ):
             for first, (tally, shards) in results:
@@ -379,15 +381,13 @@ class Cycle:
         seed = [self.config.seed, number, ord(kind[0])]
         openings = self.rules.openings(options, pairs, seed, options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
-        stored = [games.weights_of(self.folder, self.config, g) for g in (number, other)]
         play = partial(games.play_part, self.config, replace(self.runtime, threads=1), (number, other))
         starts = range(first, pairs, options.batch)
         parts = {start: partial(play, openings[start : start + options.batch], start) for start in starts}
         played: dict[int, tuple[str, Pairs]] = {}
-        title = f"generation {number}: {kind}"
         with (
-            self._compute(parts, *stored) as results,
-            live_bar(initial=first, total=pairs, desc=title, unit="pair") as bar,
+            self._compute(parts, *(games.weights_of(self.folder, self.config, g) for g in (number, other))) as results,
+            live_bar(initial=first, total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar,
         ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):
                 while first not in played:

@@ -253,8 +253,7 @@ def read_generations(folder: Path) -> dict[int, Generation]:
 
 def ratings(generations: Iterable[Generation]) -> DataFrame:
     """Elo of generations over generation 0 from all their matches: `rating_table`, a row a generation, ascending."""
-    known = [(g.number, *row) for g in generations for row in g.results.items()]
-    found = {(str(number), str(other)): pairs for number, other, pairs in known if sum(pairs)}
+    found = {(str(g.number), str(other)): row for g in generations for other, row in g.results.items() if sum(row)}
     return rating_table(found, zero="0").rename(index=int).sort_index()
 
 
@@ -275,10 +274,7 @@ def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
         if hashlib.sha256(kept).hexdigest() != read_json(folder / "start.json").get("kept"):
             raise CycleError(f"{folder / START} is damaged or another network: bring it back, or begin another cycle")
         return kept
-    if generation:
-        tensors = weights(newest_checkpoint(folder, config, generation))[0]
-    else:
-        tensors = named_tensors(build(config))
+    tensors = weights(newest_checkpoint(folder, config, generation))[0] if generation else named_tensors(build(config))
     return safetensors.torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
@@ -320,8 +316,7 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
     options = SelfPlayOptions(parallel=TRIAL_GAMES, num_simulations=2, plies=8)
     drawn = [replace(trace, result=0.0) for trace in play_games(game.game, uniform, range(TRIAL_GAMES), options)]
     batch = game.batch(drawn, {trace.number: trace.number for trace in drawn})
-    task = get_task(config.network.task).task(config.network)
-    arrays = task.prepare(batch, np.random.default_rng(config.seed))
+    arrays = get_task(config.network.task).task(config.network).prepare(batch, np.random.default_rng(config.seed))
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -375,6 +370,5 @@ def play_part(
     game = rules(config).game
     one, two = (player(config, network(config, runtime, part)) for part in stored)
     names = f"generation {generations[0]}", f"generation {generations[1]}"
-    starts, past = openings.states, openings.history
-    match = play_pairs(game, one, two, starts, config.match.plies, names, 2 * first, past)
+    match = play_pairs(game, one, two, openings.states, config.match.plies, names, 2 * first, openings.history)
     return "\n\n".join(game.write(record) for record in match.games) + "\n", tuple(match.pairs().tolist())

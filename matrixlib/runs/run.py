@@ -379,12 +379,12 @@ def _open(
         messages.append(f"learns from {name} (SHA-256 {sha256[:12]})")
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size), parts)
     if config.validation.strength.every and ranks.first:
-        data.strength = StrengthMatch(data, folder, record.get("anchor", {}))
+        data.strength = StrengthMatch(config, runtime.device, folder, record.get("anchor", {}))
     if not record:
         data = autotune.checked_runtime(data, requested)
         if data.runtime.device != runtime.device:
             data.teacher = spec.teacher(config, data.runtime, {})
-            data.strength = data.strength and StrengthMatch(data, folder, {})
+            data.strength = data.strength and StrengthMatch(config, data.runtime.device, folder, {})
     # After the self-test: the teacher's cached outputs are permanent.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     if data.runtime.compile:

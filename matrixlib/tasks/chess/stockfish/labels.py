@@ -19,6 +19,7 @@ from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.notation import legal_moves
 from matrixlib.tasks.chess.records import WDL_SUM, policy_index
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, EngineError, Stockfish
+from matrixlib.tasks.chess.stockfish.player import engine_move
 
 FULLMOVE = 32  # where Stockfish 15.1 gives 100 centipawns a win rate of 50 %
 DEEP_LINES = 3
@@ -52,7 +53,7 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
     engine.new_game()
     if engine.limit:
         best, counts = engine.visits(position, engine.limit)
-        visits = {ours.parse_uci(move).uci(): n for move, n in counts.items()}  # Lc0 writes castling as e1h1
+        visits = {engine_move(engine, ours, move).uci(): n for move, n in counts.items()}  # Lc0 castles as e1h1
         visits[best.move] = max(1, visits.get(best.move, 0))
         most = max(visits.values())
         level = {move: min(round(10 * log(most / (n or 1e-9))), NO_WEIGHT) for move, n in visits.items()}

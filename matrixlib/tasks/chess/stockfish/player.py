@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import chess
 import numpy as np
 
 from matrixlib.play.match import Choice, EngineError, Player, Turn, play_pairs
@@ -13,6 +14,7 @@ from matrixlib.tasks.chess.stockfish.client import Engine, read_setup
 from matrixlib.tasks.chess.uci.protocol import legal_move
 
 HASH_MB = 16  # Stockfish's default
+ANSWER_SECONDS = 60  # besides the time that an engine is given
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def running_engine(text: str) -> Iterator[tuple[str, Player]]:
     the context. One thread and a small hash, unless its options say otherwise. ValueError; EngineError."""
     setup = read_setup(text)
     kind, amount = setup.limit.split()
-    timeout = 60 + (int(amount) / 1000 if kind == "movetime" else 0)
+    timeout = ANSWER_SECONDS + (int(amount) / 1000 if kind == "movetime" else 0)
     with Engine(setup.command, {"Threads": 1, "Hash": HASH_MB}, setup.options, timeout) as engine:
         player = engine_player(engine, setup.limit)
         play_pairs(ChessGame(), player, player, ChessGame().initial(1), plies=1)
@@ -45,10 +47,15 @@ def engine_player(engine: Engine, limit: str) -> Player:
             with lock:
                 engine.new_game()
                 answer = engine.best_move(position, limit)
-            try:
-                answers.append(policy_index(legal_move(board, answer), board.turn))
-            except ValueError as error:
-                raise EngineError(f"{engine.name} answers '{answer}' in `{position}`: {error}") from error
+            answers.append(policy_index(engine_move(engine, board, answer), board.turn))
         return Choice(np.array(answers, np.int32))
 
     return play
+
+
+def engine_move(engine: Engine, board: chess.Board, answer: str) -> chess.Move:
+    """An engine's answer in UCI as a move; EngineError names an illegal one."""
+    try:
+        return legal_move(board, answer)
+    except ValueError as error:
+        raise EngineError(f"{engine.name} answers '{answer}' in `fen {board.fen()}`: {error}") from error

@@ -31,6 +31,7 @@ from matrixlib.tasks.chess.importers.notation import read_fens
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, SHARD_RECORDS, UNKNOWN, game_id, in_validation, position_keys
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.labels import RULES, Positions, assemble, label
+from matrixlib.tasks.chess.stockfish.player import engine_move
 from matrixlib.tasks.shipped import unpack
 
 WORK_FORMAT = 2  # of the work folder and the packing
@@ -120,6 +121,7 @@ def generate(
     folder = Path(folder)
     with Stockfish(stockfish) as engine:
         name = engine.title
+        label(engine, chess.Board(), parameters.shallow_depth, parameters.deep_depth)  # refuse what fails at once
     files.make_folder(folder)
     busy = ValueError(f"another process generates games in {folder}; wait until it has ended")
     with files.exclusive(FileLock(folder / "lock"), busy), open(folder / GAMES_FILE, "ab+") as file:
@@ -210,7 +212,7 @@ def play_game(engine: Stockfish, number: int, parameters: Parameters) -> tuple[l
         else:
             lines = engine.search(position, f"nodes {nodes[side]}")
             uci, score = lines[0].move, lines[0].score
-        board.push_uci(uci)
+        board.push(engine_move(engine, board, uci))
         times[position_key(board)] += 1
         scores.append(score)
         line += f" {uci}"
