@@ -1,5 +1,6 @@
 """The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the match alone."""
 
+import gzip
 import io
 import json
 import os
@@ -12,13 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chess
 import numpy as np
 import pytest
 import torch
 import yaml
 from cells import run_notebook
 from filelock import FileLock
+from positions import random_positions
 from safetensors.torch import load_file
+from test_import_files import line_games
+from test_lc0 import game, tarred
+from test_lichess import evaluation
 
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
@@ -27,11 +33,14 @@ from matrixlib.engine.metrics import read as read_rows
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.play.game import uniform
 from matrixlib.play.search import Evaluator
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Decision, Generation, Pairs, load_cycle, read_generations
-from matrixlib.tasks import load
+from matrixlib.tasks import get_task, load
+from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices, position_ids
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.tictactoe.spec import LAYOUT as TICTACTOE
@@ -641,6 +650,65 @@ def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: 
         cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": {"nowhere": 0.5}})
     assert not (reports / "refused").exists()
     assert load_cycle("further", {"sources": {"sample": 0}}).shares(1) == {}, "what a preset has can be left out"
+
+
+def test_data_that_nothing_can_be_learned_from_is_refused_before_any_game(reports: Path, tmp_path: Path) -> None:
+    empty, foreign, held_out = tmp_path / "empty", tmp_path / "foreign", other_data(tmp_path)
+    (held_out / "train.npz").unlink()
+    for folder in (empty, foreign):
+        folder.mkdir()
+    rules = get_task("tictactoe").game
+    assert rules is not None
+    played = list(play_games(rules.game, uniform, range(2), SelfPlayOptions(num_simulations=2)))
+    about = {"generator": "test", "seed": 0, "source": "x", "split": "train"}
+    write_shard(foreign / "train.npz", TICTACTOE, rules.batch(played, {0: 0, 1: 1}), about)
+    for folder, refusal in (
+        (empty, "has no healthy training shard: import its data"),
+        (held_out, "has no healthy training shard"),
+        (foreign, r"train\.npz: data of task 'tictactoe', not 'chess'"),
+    ):
+        with pytest.raises(ValueError, match=rf"{folder.name}.*{refusal}"):
+            cycle.open_cycle("demo", "cpu", "refused", TINY | {"sources": {str(folder): [0.0, 0.5]}})
+        assert not (reports / "refused").exists()
+    assert cycle.open_cycle("demo", "cpu", "free", TINY | {"sources": {"nowhere": 0.0}}).best == 0, "it is left out"
+
+
+def test_an_anchor_that_cannot_be_played_is_refused_before_any_game(reports: Path) -> None:
+    for option, value, refusal in (
+        ("anchor", "/absent depth=3", r"validation\.strength\.anchor: /absent cannot be started"),
+        ("anchor", "nobody", "no run at 'nobody'"),
+        ("openings", "none.pgn", r"none\.pgn' cannot be read"),
+    ):
+        strength = {"validation": {**TINY["network"]["validation"], "strength": {"every": 5, option: value}}}
+        with pytest.raises(ValueError, match=refusal):
+            cycle.open_cycle("demo", "cpu", "refused", TINY | {"network": TINY["network"] | strength})
+        assert not (reports / "refused").exists()
+
+
+@pytest.mark.soak
+def test_every_kind_of_data_is_learned_from_beside_the_games(reports: Path, tmp_path: Path, shared: Path) -> None:
+    """In its share of each batch, and measured on rows of its own that are held out."""
+    boards = [board for board in random_positions(300, 4) if any(board.legal_moves)]
+    lines = [evaluation(board.fen(), cp=20, line=next(iter(board.legal_moves)).uci()) for board in boards]
+    puzzles = (shared / "puzzles" / "lichess_dev.csv").read_text().splitlines()[:400]
+    games = {f"{n}.gz": gzip.compress(game(chess.STARTING_FEN, 30, n, 1)[0]) for n in range(60)}
+    paths = {"pgn": tmp_path / "own.pgn", "puzzle": tmp_path / "p.csv", "evaluation": tmp_path / "e.jsonl"}
+    for path, text in zip(paths.values(), (line_games(80), "\n".join(puzzles), "\n".join(lines)), strict=True):
+        path.write_text(text)
+    paths["lc0"] = tarred(tmp_path / "chunks.tar", games)
+    for kind, path in paths.items():
+        import_files(path, tmp_path / kind, workers=1, progress=False)
+    folders = [str(tmp_path / kind) for kind in paths] + [str(other_data(tmp_path))]
+    changes = TINY | {"generations": 1, "sources": dict.fromkeys(folders, 0.125)}
+    (generation,) = cycle.open_cycle("demo", "cpu", "c", changes).train()
+    assert generation.decision is not None
+    run = runs.open_run(str(reports / "c" / "network.yaml"), run="c-001", kind="cycle", overrides=read_request(reports))
+    with closing(run):
+        rows = run.data.training._batches().rows(3)
+        shares = {name: int(own[rows].sum()) for name, own in run.data.training.of_sources().items()}
+    assert shares == dict.fromkeys(folders, 2) | {str(reports / "c" / "shards" / "001"): 6}
+    figures = run.summary()["evaluation"]["by_source"]
+    assert all(figures[folder]["positions"] > 0 for folder in folders)
 
 
 def read_request(root: Path) -> dict[str, Any]:

@@ -12,9 +12,12 @@ from click.testing import CliRunner
 from nbval.plugin import get_sanitize_patterns
 from networks import random_net, save_run
 from papermill.cli import papermill as papermill_command
+from test_stockfish import fake_engine
+from test_strength import FIRST_MOVE
 
 from matrixlib.config import ConfigError
 from matrixlib.engine import onnx
+from matrixlib.play.match import EngineError
 from matrixlib.runs.run import open_run
 from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.importers.import_files import import_listed
@@ -103,16 +106,30 @@ def test_help_notebook_shows_typed_parameters_with_a_line_of_help(path: Path) ->
         assert " ".join(line.rpartition("  # ")[2].split()) in words
 
 
-@pytest.mark.soak
-def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def tiny(reports: Path) -> str:
+    """A complete run with random weights."""
     save_run(reports / "demo-tiny", random_net())
     (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
     (reports / "demo-tiny" / "run.json").write_text('{"requested": {"task": "chess"}}')
+    return "demo-tiny"
+
+
+def test_eval_keeps_the_matches_that_ended_before_an_engine_fails(tiny: str, tmp_path: Path) -> None:
+    engine = fake_engine(tmp_path, FIRST_MOVE.replace("{answer}", "if board.move_stack[2:]: sys.exit(4)"))
+    matches = {"games": 2, "simulations": [0], "engines": [f"{engine} depth=3"], "pgn": str(tmp_path / "kept.pgn")}
+    with pytest.raises(EngineError, match=r"no `bestmove` from First 1 in `position fen .*: exit status 4"):
+        run_notebook("eval", run=tiny, sample=64, **matches)
+    assert (tmp_path / "kept.pgn").read_text().count("[Event ") == 4, "against a random player and the best capture"
+
+
+@pytest.mark.soak
+def test_eval_solves_puzzles_and_suites_and_plays_games(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "puzzles.csv").write_text("FEN,Moves,Rating\n6k1/4rppp/8/8/8/8/5PPP/3R2K1 b - - 0 1,e7a7 d1d8,900\n")
     (tmp_path / "mates.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
     (tmp_path / "game.pgn").write_text("1. f3 e5 2. g4 Qh4# 0-1\n")
     options = {
-        "run": "demo-tiny",
+        "run": tiny,
         "sample": 256,
         "simulations": [4, 16],
         "puzzles": str(tmp_path / "puzzles.csv"),

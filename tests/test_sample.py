@@ -197,12 +197,50 @@ def test_without_stockfish_nothing_is_begun(tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_a_worker_that_fails_stops_the_work(tmp_path):
-    """It speaks UCI to the first process, which asks for its name, and dies at the first search."""
-    engine = fake_engine(tmp_path, GREETING.format(go="sys.exit(9)"))
-    with pytest.raises(EngineError, match="exit status 9"):
+LABELLER = """
+import chess
+board, wdl = chess.Board(), "wdl 300 400 300"
+for line in sys.stdin:
+    word, _, rest = line.strip().partition(" ")
+    if word == "uci":
+        print("id name Fake 1\\noption name UCI_ShowWDL type check\\nuciok", flush=True)
+    elif word == "isready": print("readyok", flush=True)
+    elif word == "position":
+        start, _, moves = rest.partition(" moves ")
+        board = chess.Board() if start == "startpos" else chess.Board(start.removeprefix("fen "))
+        for move in moves.split(): board.push_uci(move)
+    elif word == "go":
+        {in_a_game}
+        for k, move in enumerate(board.legal_moves):
+            print(f"info depth 1 multipv {{k + 1}} score cp 0 {{wdl}} pv {{move}}")
+        print("bestmove e2e4", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("sys.exit(9)", "no `bestmove` from Fake 1 in `position startpos moves .*: exit status 9"),
+        (
+            "print(f'info score cp 0 {wdl} pv a1h8\\nbestmove a1h8', flush=True); continue",
+            "answers 'a1h8' in `fen",
+        ),
+    ],
+)
+def test_an_engine_that_fails_later_stops_the_work_and_is_named(tmp_path, fault, message):
+    """It labels a first position, and fails in the first game."""
+    engine = fake_engine(tmp_path, LABELLER.format(in_a_game=f"if len(board.move_stack) > 9: {fault}"))
+    with pytest.raises(EngineError, match=message):
         generate(tmp_path / "work", 4, TINY, engine, workers=2, progress=False)
     assert not (tmp_path / "work" / GAMES_FILE).read_bytes()
+
+
+def test_an_engine_that_fails_at_once_is_refused_before_anything_is_made(tmp_path):
+    for fault, message in (("sys.exit(9)", "exit status 9"), ("print('bestmove a1h8', flush=True)", "gives no move")):
+        engine = fake_engine(tmp_path, GREETING.format(go=fault))
+        with pytest.raises(EngineError, match=message):
+            generate(tmp_path / "work", 4, TINY, engine, progress=False)
+        assert not (tmp_path / "work").exists()
 
 
 # Shards

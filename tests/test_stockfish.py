@@ -193,6 +193,12 @@ def test_a_tree_search_labels_by_its_visits_not_by_scores_of_moves_that_it_did_n
     levels_by_move = dict(zip([move.uci() for move in by_move], made.level, strict=True))
     assert made.wdl == (300, 500, 200)
     assert levels_by_move == {"e1f1": 0, "e1d2": 81, "e1f2": 81, "e1e2": 81, "e1d1": 81}
+    knight = chess.Board("4k3/8/8/8/8/8/8/6NK w - - 0 1")
+    with (
+        Stockfish(f"{program} nodes=9") as engine,
+        pytest.raises(EngineError, match=r"Tree 1 answers 'e1d1' in `fen 4k3/8/8/8/8/8/8/6NK w - - 0 32`: illegal uci"),
+    ):
+        label(engine, knight, *DEPTHS)
     for text in (program, f"{program} --fast", f"{program} depth=4", f"{program} movetime=50"):
         with pytest.raises(EngineError, match="Tree 1 labels positions by its visits: end its text with nodes=800"):
             Stockfish(text)

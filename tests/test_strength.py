@@ -208,13 +208,21 @@ def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Pat
         strength.check_engines([f"{tmp_path}/absent depth=3"])
 
 
-@pytest.mark.parametrize("name", ["matrixlib-uci", "stockfish", "lc0", "gnuchess", "glaurung", "toga2"])
+def test_an_engine_that_hangs_is_stopped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matrixlib.tasks.chess.stockfish.player.ANSWER_SECONDS", 3)
+    engine = fake_engine(tmp_path, FIRST_MOVE.replace("{answer}", "time.sleep(600)"))
+    with pytest.raises(EngineError, match=r"no `bestmove` from First 1 .*no answer within 3 s and was stopped"):
+        strength.check_engines([f"{engine} depth=3"])
+
+
+@pytest.mark.parametrize("name", ["matrixlib-uci", "stockfish", "current", "lc0", "gnuchess", "glaurung", "toga2"])
 def test_real_engines_play(name: str, request: pytest.FixtureRequest) -> None:
     lc0 = request.getfixturevalue("lc0") if name == "lc0" else ""
     maia = Path(os.environ.get("MATRIXLIB_SHARED", "../shared")) / "maia" / "maia-1100.pb.gz"
     program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/games")
     found = {
         "matrixlib-uci": f"{sys.executable} -m {uci.__name__} --checkpoint shipped --device cpu nodes=2",
+        "current": f"{current} nodes=20" if (current := os.environ.get("MATRIXLIB_STOCKFISH")) else "",
         "lc0": f"{lc0} --weights={maia} nodes=1" if lc0 and maia.exists() else "",
         "gnuchess": f"{program} --uci depth=1" if program else "",
         **{name: f"{program} depth=2" for name in ("glaurung", "toga2") if program},  # of nodes they know little
