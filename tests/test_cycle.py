@@ -704,9 +704,9 @@ def test_every_kind_of_data_is_learned_from_beside_the_games(reports: Path, tmp_
     assert generation.decision is not None
     run = runs.open_run(str(reports / "c" / "network.yaml"), run="c-001", kind="cycle", overrides=read_request(reports))
     with closing(run):
-        rows = run.data.training._batches().rows(3)
+        rows = np.concatenate([run.data.training._batches().rows(i) for i in range(125)])
         shares = {name: int(own[rows].sum()) for name, own in run.data.training.of_sources().items()}
-    assert shares == dict.fromkeys(folders, 2) | {str(reports / "c" / "shards" / "001"): 6}
+    assert shares == dict.fromkeys(folders, 250) | {str(reports / "c" / "shards" / "001"): 750}
     figures = run.summary()["evaluation"]["by_source"]
     assert all(figures[folder]["positions"] > 0 for folder in folders)
 

@@ -134,6 +134,10 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
     assert "-p games '7'" in data
     (latin,) = commands("latin")
     assert "notebooks/latin.ipynb reports/latin/latin.ipynb -p preset latin_quick" in latin
+    cycle, further = (shlex.split(commands("cycle", *words)[0])[2:] for words in ((), ("START=reports/mine/",)))
+    assert cycle[:6] == ["reports/cycle-quick/cycle.ipynb", "-p", "preset", "quick", "-p", "cycle"]
+    assert further[:4] == ["reports/cycle-further-mine/cycle.ipynb", "-p", "preset", "further"]
+    assert (further[6], 'overrides: {start: "reports/mine/"}' in further) == ("cycle-further-mine", True)
     (hostile,) = commands("report", "RUN=a'; touch b; '")
     assert shlex.split(hostile)[-1] == "a'; touch b; '", "one word of the shell"
 
