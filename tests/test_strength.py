@@ -204,7 +204,7 @@ def test_an_engine_that_fails_in_a_game_is_named_with_its_position(tmp_path: Pat
     ):
         with pytest.raises(EngineError, match=message):
             ask()
-    with pytest.raises(EngineError, match=r"/absent cannot be started"):
+    with pytest.raises(EngineError, match=r"/absent cannot be started \(No such file or directory\): give its path"):
         strength.check_engines([f"{tmp_path}/absent depth=3"])
 
 

@@ -65,7 +65,7 @@ def read_start(config: Config, task: Task) -> Start:
     fits = {name for name in own.keys() & tensors.keys() if own[name].shape == tensors[name].shape} - anew
     new, left_out = ([name for name in names if name not in fits | anew] for names in (own, tensors))
     if not fits:
-        raise RunError(f"train.init: nothing of '{source}' fits this network")
+        raise RunError(f"train.init: nothing of '{source}' fits this network (in place of an ONNX file, give its run)")
     lists = {
         "new, so random": new,
         "left out of the source": left_out,

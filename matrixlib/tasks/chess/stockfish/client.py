@@ -134,7 +134,7 @@ class Engine:
                 command, stdin=pipe, stdout=pipe, stderr=null, encoding="utf-8", errors="replace", bufsize=1
             )
         except OSError as error:
-            raise EngineError(f"{' '.join(command)} cannot be started: {error}") from error
+            raise EngineError(f"{' '.join(command)} cannot be started ({error.strerror}): give its path") from error
         try:
             self._greet(own, options or {})
         except BaseException:
