@@ -143,7 +143,7 @@ class Engine:
 
     def _greet(self, own: Mapping[str, Option], asked: Mapping[str, Option]) -> None:
         try:
-            lines = self._ask("uci", "uciok", min(self.timeout, 10.0))
+            lines = self._ask("uci", "uciok", min(self.timeout, 30.0))  # node may need over 10
         except EngineError as error:
             raise EngineError(f"{self.name} does not speak UCI: {error}") from error
         self.name = next((line[8:].strip() for line in lines if line.startswith("id name ")), self.name)
