@@ -356,8 +356,9 @@ def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix:
         elif item["type"] == "missing":
             messages[f"key '{key}' is missing"] = []
         else:
-            messages.setdefault(f"'{key}': ", []).append(item["msg"].removeprefix("Value error, "))
-            got[f"'{key}': "] = "" if isinstance(item["input"], Mapping) else f", got {_short(item['input'])}"
+            where = f"'{key}': " if key else ""  # of all keys together
+            messages.setdefault(where, []).append(item["msg"].removeprefix("Value error, "))
+            got[where] = "" if isinstance(item["input"], Mapping) else f", got {_short(item['input'])}"
     words = [key + " or: ".join(texts) + got.get(key, "") for key, texts in messages.items()]
     raise ConfigError(f"{name}: {'; '.join(words)}")
 

@@ -505,7 +505,7 @@ def test_window_shares_and_updates_follow_the_generations(script: Script, monkey
     for sources, refusal in (
         ({"x": [0.5, 0.3], "y": 0.6}, "1.1 in all in generation 1, which leaves nothing for the games"),
         ({"x": [0.1, 0.5], "y": [0.1, 0.2, 0.5]}, "in generation 3"),
-        ({"x": [0, 0]}, "'x' has a share in no generation"),
+        ({"x": [0, 0]}, r"^demo\.yaml: source 'x' has a share in no generation"),
         ({"x": []}, "at least 1 item"),
         ({"x": [1.0]}, "less than 1"),
     ):

@@ -187,8 +187,7 @@ class Cycle:
 
     def _held(self) -> AbstractContextManager[None]:
         """Context with the cycle's lock; CycleError if another process holds it."""
-        busy = CycleError(f"cycle '{self.name}' is being worked on by another process; wait for it")
-        return files.exclusive(self._lock, busy)
+        return files.exclusive(self._lock, CycleError(f"cycle '{self.name}' is in use by another process; wait for it"))
 
     def history(self) -> list[Generation]:
         """Decided generations."""

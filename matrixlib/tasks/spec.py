@@ -316,7 +316,7 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
     if not source or not os.path.isdir(folder):
         either = f"'{name}' or " if name else ""
         problem = f"'{source}' is no folder" if source else "is not set"
-        raise ConfigError(f"data.source {problem}; use {either}a folder of shards, or its URL")
+        raise ConfigError(f"data.source {problem}; use {either}a folder of shards (data.ipynb makes one), or its URL")
     return folder
 
 
