@@ -150,6 +150,17 @@ def test_a_file_that_is_of_no_use_is_named(tmp_path: Path, kind: str) -> None:
         matrixlib.load(tmp_path / "bad.pb.gz")
 
 
+@pytest.mark.parametrize("data", [lc0_files.network(moves_left=0), lc0_files.attention_network()], ids=["conv", "body"])
+def test_a_file_that_is_cut_anywhere_is_named(tmp_path: Path, data: bytes) -> None:
+    """The archive, or the message in it."""
+    packed, path = gzip.compress(data, mtime=0), tmp_path / "cut.pb.gz"
+    for part in range(40):
+        for whole in (packed[: part * len(packed) // 40], gzip.compress(data[: part * len(data) // 40])):
+            path.write_bytes(whole)
+            with pytest.raises(ValueError, match=r"^cut.pb.gz cannot be read as an Lc0 network: "):
+                matrixlib.load(path, device="cpu")
+
+
 def test_a_file_that_unpacks_to_more_than_any_network_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
