@@ -133,6 +133,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
             made(3, 1, parts={4: np.ones(1857 * 128), 5: np.ones(1857)}),
             "size mismatch for policy_head.dense",
         ),
+        "blocks without end": (head + lc0_files.field(10, b"\x12\x00" * 100_000), "more than 65,536 fields"),
         "not finite": (made(parts={8: b"\x0d\x00\x00\xc0\x7f" + lc0_files.field(3, bytes(10))}), "not finite"),
     }
     return {
