@@ -242,7 +242,7 @@ def test_a_run_begins_with_maia_and_goes_on(shared: Path, reports: Path, tmp_pat
     if not path.exists():
         pytest.skip(f"{path.name} is not in the shared data")
     maia = matrixlib.load(path, device="cpu")
-    with pytest.raises(RunError, match=r"other options: model.history True -> False, model.channels 64 -> 16"):
+    with pytest.raises(RunError, match=r"network has model.history True, not False, model.channels 64, not 16"):
         opened("other", {}, init=str(path))
     options = maia.task.config.model.model_dump()
     with closing(opened("mine", options, init=str(path), batch_size=16, steps=2)) as run:
@@ -266,7 +266,7 @@ def test_a_run_begins_with_a_file_that_has_a_moves_left_head_or_not(tmp_path: Pa
     heads = {"with": FORMS["moves left"] | {"ssl": []}, "without": FORMS["history"] | {"ssl": []}}
     made("moves left").save_lc0(tmp_path / "with.pb.gz")
     made("history").save_lc0(tmp_path / "without.pb.gz")
-    for ours, theirs, change in (("without", "with", "0 -> 8"), ("with", "without", "8 -> 0")):
+    for ours, theirs, change in (("without", "with", "8, not 0"), ("with", "without", "0, not 8")):
         source = str(tmp_path / f"{theirs}.pb.gz")
         with pytest.raises(RunError, match=rf"model.moves_left.channels {change}.* train.init_partial: true"):
             opened(f"refused-{ours}", heads[ours], init=source)
