@@ -25,7 +25,7 @@ from matrixlib.data.imports import Part
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Batch, select, write_shard
 from matrixlib.tasks import get_task, load_config
-from matrixlib.tasks.chess.evaluate.held_out import agreement
+from matrixlib.tasks.chess.evaluate.held_out import agreement, held_out
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.game import training_batch
 from matrixlib.tasks.chess.importers.import_files import import_files
@@ -337,9 +337,25 @@ def test_held_out_rows_have_their_history_too(imported: Path, reports: Path) -> 
         net = Net(run.model.eval(), run.task, random_net().runtime)
         out = net.predict({name: held[name].numpy() for name in INPUTS})
         blind = net.predict({name: held[name].numpy() for name in INPUTS[:3]})
-        assert np.abs(out["policy"] - blind["policy"]).max() > 1e-3
+        for name in ("policy", "value"):
+            assert np.abs(out[name] - blind[name]).max() > 1e-3, name
+        rows: list[Any] = [Won(data.validation, history) for history in (True, False)]
+        seen, unseen = (held_out(net, one)["reliability"]["win"]["probability"] for one in rows)
+        assert seen != unseen
         figures = agreement(net, net, data.validation)
         assert figures["teacher_kl"] > 1e-6, "the teacher sees single positions, live as in its cache"
+
+
+class Won(NamedTuple):
+    """Held-out rows, all of them labelled as won."""
+
+    loader: Loader
+    history: bool
+
+    def sequential(self, *args: Any, **options: Any) -> Any:
+        for batch in self.loader.sequential(*args, **options):
+            seen = {name: rows for name, rows in batch.items() if self.history or name not in INPUTS[3:]}
+            yield seen | {"wdl": torch.eye(3)[:1].expand(len(batch["pieces"]), -1)}
 
 
 def test_single_positions_are_trained_on_as_before(reports: Path) -> None:

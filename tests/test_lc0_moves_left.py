@@ -213,8 +213,10 @@ def test_the_head_of_a_file_is_read(tmp_path: Path, body: bool) -> None:
     planes = net.planes(chess.STARTING_FEN)
     plies, features = (net.model(planes, frozenset({name}))[name].detach() for name in ("moves_left", "features"))
     assert plies.tolist() == pytest.approx([7.5 + 9 * float(features.sum(1).relu().sum()) * 2 / 3], rel=1e-3)
+    assert net.evaluate(chess.STARTING_FEN)[0].moves_left == pytest.approx(plies.item())
     other = cast(Net, matrixlib.load(stored(tmp_path / "without.pb.gz", body, {}, 0), device="cpu"))
     assert other.task.config.model.moves_left.channels == 0
+    assert other.evaluate(chess.STARTING_FEN)[0].moves_left is None
     with pytest.raises(ValueError, match="the network has no head moves_left; it has features, policy"):
         other.model(planes, frozenset({"moves_left"}))
 

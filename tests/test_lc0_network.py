@@ -133,6 +133,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
             made(3, 1, parts={4: np.ones(1857 * 128), 5: np.ones(1857)}),
             "size mismatch for policy_head.dense",
         ),
+        "blocks without end": (head + lc0_files.field(10, b"\x12\x00" * 100_000), "more than 65,536 fields"),
         "not finite": (made(parts={8: b"\x0d\x00\x00\xc0\x7f" + lc0_files.field(3, bytes(10))}), "not finite"),
     }
     return {
@@ -148,6 +149,17 @@ def test_a_file_that_is_of_no_use_is_named(tmp_path: Path, kind: str) -> None:
     (tmp_path / "bad.pb.gz").write_bytes(data)
     with pytest.raises(ValueError, match=f"bad.pb.gz cannot be read as an Lc0 network: .*({reason})"):
         matrixlib.load(tmp_path / "bad.pb.gz")
+
+
+@pytest.mark.parametrize("data", [lc0_files.network(moves_left=0), lc0_files.attention_network()], ids=["conv", "body"])
+def test_a_file_that_is_cut_anywhere_is_named(tmp_path: Path, data: bytes) -> None:
+    """The archive, or the message in it."""
+    packed, path = gzip.compress(data, mtime=0), tmp_path / "cut.pb.gz"
+    for part in range(40):
+        for whole in (packed[: part * len(packed) // 40], gzip.compress(data[: part * len(data) // 40])):
+            path.write_bytes(whole)
+            with pytest.raises(ValueError, match=r"^cut.pb.gz cannot be read as an Lc0 network: "):
+                matrixlib.load(path, device="cpu")
 
 
 def test_a_file_that_unpacks_to_more_than_any_network_is_not_read(

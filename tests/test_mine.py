@@ -1,6 +1,7 @@
 """mine.ipynb: one's own games become rows, a network learns them, and files that are none are refused."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,24 @@ GAMES = """
 """
 
 
-def test_rows_are_those_of_the_game_in_order_with_my_moves_alone() -> None:
+def functions() -> dict[str, Any]:
     cells = definitions("mine") | {"player": "me"}
     for function in ("positions", "stored"):
         cells[function].__globals__.update(cells)
+    return cells
+
+
+def test_the_board_says_who_won_where_the_game_ended_on_it() -> None:
+    cells, game = (
+        functions(),
+        chess.pgn.read_game(io.StringIO('[White "me"]\n[Result "1-0"]\n\n1. f3 e5 2. g4 Qh4# 1-0')),
+    )
+    batch = cells["stored"](list(cells["positions"](0, game)), game)
+    assert batch["records"]["result"].tolist() == [-1, 1, -1, 1]
+
+
+def test_rows_are_those_of_the_game_in_order_with_my_moves_alone() -> None:
+    cells = functions()
     file = io.StringIO(GAMES.replace("bxa1=N", "Kh7"))
     for number, white in enumerate((True, False)):
         game = chess.pgn.read_game(file)
@@ -70,6 +85,12 @@ def test_rows_are_those_of_the_game_in_order_with_my_moves_alone() -> None:
         (GAMES * 3, {}, ValueError, r"player: 3 readable games of 'me' in .*at least 20 .* are of me \(6\), you \(6\)"),
         ("\x00not a game", {}, ValueError, "player: 0 readable games of 'me'"),
         (GAMES, {"player": "nobody"}, ValueError, "player: 0 readable games of 'nobody'.* are of me"),
+        (
+            GAMES,
+            {"pgn": "", "player": "nobody"},
+            ValueError,
+            r"player: 0 readable games of 'nobody' in the demo \(give pgn\)",
+        ),
         (GAMES, {"network": "nothing"}, ValueError, "no run at 'nothing'"),
         (GAMES, {"lc0": "mine.pb.gz"}, ParameterError, "a network for Lc0, which shipped must be"),
     ],
@@ -97,6 +118,17 @@ def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, reports: Path
     )
     assert "30 games, 0 broken ones left out; trained on 24, held out 6" in shown.text
     assert not shown.failed
+    assert {"policy", "value"} <= shown.values["stats"].losses.keys(), "moves and results are learned"
+    for part in ("opening", "middlegame", "unknown"):
+        assert re.search(
+            rf"{part} +(\d+\.\d% \[\d+%, \d+%\] +){{3}}-?\d+\.\d% \[-?\d+%, -?\d+%\] +\d+$", shown.text, re.M
+        )
+    row = shown.values["distance"].idxmax()
+    asked = shown.values["asked"][row].board
+    assert shown.values["cards"][0].board == asked
+    new, old = (next(iter(net.evaluate_boards([asked]))).moves for net in shown.values["nets"].values())
+    apart = sum(abs(new[move] - old[move]) for move in new) / 2
+    assert shown.values["distance"][row] == pytest.approx(apart, abs=1e-4)
     own, base = shown.values["nets"]["trained on my games"], load(maia, device="cpu")
     for name, tensor in base.model.state_dict().items():
         if name.startswith(("stem", "tower")):

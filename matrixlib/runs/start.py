@@ -73,8 +73,8 @@ def read_start(config: Config, task: Task) -> Start:
     }
     problems = [f"{what}: {len(names)} ({listed(names, LISTED)})" for what, names in lists.items() if names]
     differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
-    if changes := ", ".join(f"model.{key} {old} -> {other}" for key, (old, other) in differences.items()):
-        problems.append(f"the source's network has other options: {changes}")
+    if changes := ", ".join(f"model.{key} {theirs}, not {ours}" for key, (theirs, ours) in differences.items()):
+        problems.append(f"the source's network has {changes}")
     if not config.train.init_partial and (new or left_out):
         raise RunError(
             f"train.init: '{source}' is not of this network. {'; '.join(problems)}. Give the options of its network, "

@@ -315,9 +315,9 @@ class ChessTask:
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Predictions on the oriented board: `policy` (B, L) log-probabilities of the moves `policy_index`, about -1e9
-        in pads; `value` (B,) in [-1, 1]; `wdl` (B, 3) probabilities unless the value head is scalar; `ssl/<head>`
-        (B, c, 8, 8) probabilities of each of `heads`."""
-        names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
+        in pads; `value` (B,) in [-1, 1]; `wdl` (B, 3) probabilities unless the value head is scalar; of `heads`
+        `moves_left` (B,) in plies, and `ssl/<head>` (B, c, 8, 8), probabilities of each other one."""
+        names = DEFAULT_HEADS | {name if name == "moves_left" else f"ssl_{name}" for name in heads}
         return self.probabilities(self.forward(model, batch, names), batch, heads)
 
     def probabilities(
@@ -330,7 +330,8 @@ class ChessTask:
         else:
             result["wdl"] = out["value"].softmax(1)
             result["value"] = result["wdl"][:, 0] - result["wdl"][:, 2]
-        for name in heads:
+        result |= {name: out[name] for name in heads & {"moves_left"}}
+        for name in heads - {"moves_left"}:
             result[f"ssl/{name}"] = self.ssl_probabilities(name, self.oriented(out["ssl"][name], batch, name))
         return result
 

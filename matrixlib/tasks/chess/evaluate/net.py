@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from matrixlib.play.search import SearchResult
 
 BOARDS_PER_BATCH = 512
-POSITION = ("pieces", "state", "policy_index")
-"""Network inputs of a prepared batch. Networks with history fill it in by their own rule."""
-INPUTS = (*POSITION, "past", "past_state", "known")
-"""The same with those of the history, in batches of tasks that have one."""
+POSITION = ("pieces", "state", "policy_index")  # inputs of a prepared batch; networks fill up the history themselves
+INPUTS = (*POSITION, "past", "past_state", "known")  # with those of the history, in batches of tasks that have one
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class Evaluation:
 
     moves: UCI -> probability of all legal moves, most probable first. wdl: (win, draw, loss), None for a scalar head.
     value: expected result in [-1, 1]. ssl: head -> probabilities (classes, 8, 8) on the real board (row 0 = rank 1,
-    column 0 = a-file); "ours" is the side to move. search: result of `analysis.analyse`.
+    column 0 = a-file); "ours" is the side to move. search: result of `analysis.analyse`. moves_left: plies to the end
+    of the game, None without such a head.
     """
 
     board: chess.Board
@@ -51,6 +50,7 @@ class Evaluation:
     value: float
     ssl: dict[str, np.ndarray] = field(default_factory=dict)
     search: SearchResult | None = None
+    moves_left: float | None = None
 
     @property
     def fen(self) -> str:
@@ -78,8 +78,7 @@ class Evaluation:
     @property
     def maps(self) -> dict[str, np.ndarray]:
         """Head -> map (8, 8) on the real board: a probability, or the likeliest class."""
-        one = {head: p[0] if len(p) == 1 else p.argmax(0) for head, p in self.ssl.items()}
-        return {head: values.astype(np.float32) for head, values in one.items()}
+        return {head: (p[0] if len(p) == 1 else p.argmax(0)).astype(np.float32) for head, p in self.ssl.items()}
 
     @property
     def summary(self) -> str:
@@ -123,7 +122,8 @@ class Net(Network):
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards; networks with history use their move stacks."""
-        heads: frozenset[str] = frozenset(self.task.config.model.ssl)
+        model = self.task.config.model
+        heads = frozenset((*model.ssl, *(("moves_left",) if model.moves_left.channels else ())))
         for start in range(0, len(boards), BOARDS_PER_BATCH):
             part = boards[start : start + BOARDS_PER_BATCH]
             batch = self._pack(part)
@@ -135,9 +135,9 @@ class Net(Network):
                 names = (move_from_index(int(index), board).uci() for index in batch["policy_index"][row, order])
                 moves = dict(zip(names, probability[row, order].tolist(), strict=True))
                 wdl = tuple(out["wdl"][row].tolist()) if "wdl" in out else None
-                upright = slice(None, None, 1 if board.turn else -1)
-                ssl = {head: out["ssl/" + head][row][:, upright] for head in sorted(heads)}
-                yield Evaluation(board, moves, wdl, float(out["value"][row]), ssl)
+                ssl = {head: out["ssl/" + head][row][:, :: 1 if board.turn else -1] for head in sorted(model.ssl)}
+                left = float(out["moves_left"][row]) if "moves_left" in out else None
+                yield Evaluation(board, moves, wdl, float(out["value"][row]), ssl, moves_left=left)
 
     def save_lc0(self, path: Path | str) -> str:
         """Write the network as a weight file of Lc0 (`.pb.gz`), and say so. ValueError for a network that Lc0 cannot

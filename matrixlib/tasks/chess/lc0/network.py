@@ -32,8 +32,7 @@ PAWN, KING, THEIR_PAWN = 0, 5, 6
 
 @dataclass(frozen=True)
 class Lc0Task(ChessTask):
-    """Chess task of a network with `encoding: lc0`. The history that it may see is in training that of the rows before
-    each in its shard."""
+    """Chess task with `encoding: lc0`. In training the history is that of the rows before each in its shard."""
 
     @property
     def model_class(self) -> Callable[..., PolicyValueNet]:

@@ -30,6 +30,7 @@ NOW = (*range(13), *range(104, LC0_PLANES))  # planes of a network without histo
 MAGIC = b"\x0d\xc0\x01\0\0"
 EPS = 1e-5
 MAX_BYTES = 1 << 30  # decompressed
+MAX_FIELDS = 1 << 16  # of a message
 LINEAR16 = 1
 POLICIES = {"dense": 1, "conv": 2, "attention": 3}
 ATTENTION = {"embed": 4, "query": 17, "key": 19}  # fields of the weights of its policy
@@ -79,8 +80,10 @@ class Message:
         if isinstance(data, dict):
             self.fields |= {number: value if isinstance(value, list) else [value] for number, value in data.items()}
             return
-        at = 0
+        at = count = 0
         while at < len(data):
+            if (count := count + 1) > MAX_FIELDS:
+                raise ValueError(f"a message of more than {MAX_FIELDS:,} fields")
             key, at = _varint(data, at)
             kind = key & 7
             if kind not in (0, 1, 2, 5):
@@ -131,7 +134,7 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
             arrays |= _normed(f"{name}.convs.{k}", f"{name}.norms.{k}", block.message(1 + k), filters, 3)
         if (se := block.message(3)).fields:
             arrays |= _dense(f"{name}.se.reduce", se, 1) | _dense(f"{name}.se.expand", se, 3)
-    policy, value = ((f"{head}_head.input.conv", f"{head}_head.input.norm") for head in ("policy", "value"))
+    policy, heads = ("policy_head.input.conv", "policy_head.input.norm"), HEADS[: 1 + form["moves_left"]]
     if form["policy"] == 2:
         arrays |= _normed(*policy, weights.message(11), filters, 3)
         arrays |= _plain("policy_head.planes", weights.message(3), len(arrays["policy_head.input.norm.bias"]), 3)
@@ -143,7 +146,7 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
         arrays["policy_head.pairs.pieces.weight"] = read_layer("pieces", weights, 22).reshape(4, -1)
     else:
         arrays |= _normed(*policy, weights.message(3), filters, 1) | _dense("policy_head.dense", weights, 4)
-    for head, conv, first, last in HEADS[: 1 + form["moves_left"]]:
+    for head, conv, first, last in heads:
         arrays |= _normed(f"{head}.input.conv", f"{head}.input.norm", weights.message(conv), filters, 1)
         arrays |= _dense(f"{head}.fc1", weights, first) | _dense(f"{head}.fc3", weights, last)
     if bad := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
@@ -153,6 +156,7 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not seen:
         arrays["stem.conv.weight"] = arrays["stem.conv.weight"][:, NOW]
     width = {name.removesuffix(".bias"): array.size for name, array in arrays.items()}
+    sizes = {head: {"channels": width[f"{head}.input.norm"], "hidden": width[f"{head}.fc1"]} for head, *_ in heads}
     kind = {0: "dense"} | {number: name for name, number in POLICIES.items()}
     activation = "mish" if form["activation"] else "relu"
     options = {
@@ -169,15 +173,9 @@ def parse(net: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "channels": width.get(policy[1]) or width["policy_head.pairs.embed"],
             **({"rank": width["policy_head.pairs.key"]} if form["policy"] == 3 else {}),
         },
-        "value": {
-            "kind": "wdl" if width["value_head.fc3"] == 3 else "scalar",
-            "channels": width[value[1]],
-            "hidden": width["value_head.fc1"],
-            "activation": activation,
-        },
-        "moves_left": {"channels": width["moves_left_head.input.norm"], "hidden": width["moves_left_head.fc1"]}
-        if form["moves_left"]
-        else {},
+        "value": sizes["value_head"]
+        | {"kind": "wdl" if width["value_head.fc3"] == 3 else "scalar", "activation": activation},
+        "moves_left": sizes.get("moves_left_head", {}),
         "ssl": [],
     }
     tensors = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
