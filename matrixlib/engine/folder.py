@@ -12,8 +12,7 @@ from matrixlib.config import ConfigError, read_yaml_file
 
 KINDS = {"run.json": "a training", "cycle.yaml": "a cycle", "sweep.yaml": "a sweep", "catalogue.sqlite": "a data set"}
 """File that a folder below the reports root has from its start on -> what it is."""
-DAMAGED = ("metrics.jsonl", "checkpoints", "summary.json")
-"""Parts of a run of which one without run.json makes it damaged: `runs.record.stored_record` says so."""
+DAMAGED = ("metrics.jsonl", "checkpoints", "summary.json")  # without run.json: a damaged run, see `runs.record`
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,13 @@ from statistics import median
 from matrixlib.config import HealthConfig
 from matrixlib.engine.stats import Action, Event, Message, State, Stats
 
-NORMAL = 1.4826
-"""Standard deviation / median absolute deviation of a normal distribution."""
+NORMAL = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 LOSS_FLOOR, NORM_FLOOR, SETTLED_FLOOR = 0.05, 0.25, 0.01
 """Least standard deviation of the band of losses, of gradient norms and of the loss after a spike, by the median."""
 SETTLED_BAND = 1.25
 """Deviations by which that median must exceed the later half of the losses before the spike; drift alone is less."""
-CLIP_WINDOW = 500
-"""Updates after the warm-up over which the share of clipped gradients is computed."""
-OVERFLOW_WINDOW = 100  # updates
-"""A loss scale that fell so often in so many updates is reported."""
+CLIP_WINDOW = 500  # updates after the warm-up over which the share of clipped gradients is computed
+OVERFLOW_WINDOW = 100  # updates; a loss scale that fell so often in so many is reported
 
 
 class TrainingHalted(ArithmeticError):

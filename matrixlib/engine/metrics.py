@@ -16,8 +16,7 @@ from typing import Any
 from matrixlib.files import plain, utc_now
 
 Row = dict[str, Any]
-MAX_ROWS = 8192
-"""Rows of uneventful updates; longer runs log fewer."""
+MAX_ROWS = 8192  # rows of uneventful updates; longer runs log fewer
 TAIL_BYTES = 1 << 18
 RECENT_ROWS = 64
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

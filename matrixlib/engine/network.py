@@ -19,12 +19,9 @@ from matrixlib.engine.task import Batch, to_device
 from matrixlib.hardware import backend
 from matrixlib.hardware import runtime as runtimes
 
-RECOMPILES = 64
-"""Compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled."""
-MIN_PART_ROWS, MAX_PARTS = 4, 4
-"""Of a batch that is evaluated in parts: fewer rows gain nothing, and more threads wait for Python's lock."""
-WORKER_ROWS = 64
-"""Most rows that a worker evaluates at once: on one core of an EPYC as fast as 256."""
+RECOMPILES = 64  # compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled
+MIN_PART_ROWS, MAX_PARTS = 4, 4  # of a batch in parts: fewer rows gain nothing, more threads wait for Python's lock
+WORKER_ROWS = 64  # most rows that a worker evaluates at once: on one core of an EPYC as fast as 256
 
 
 class GameTask(Protocol):
@@ -41,12 +38,9 @@ class GameTask(Protocol):
 class Network:
     """A network in evaluation mode with its task's encoding. serving: batch splitting, padding and compilation."""
 
-    sha256: str = ""
-    """Of the file that its weights are from; empty where they are from none."""
-    updates: int = 0
-    """Of its training; 0 where unknown."""
-    lesson: Mapping[str, Any] = {}
-    """Record of its teacher (`engine.task.Teacher`); empty without one."""
+    sha256: str = ""  # of the file that its weights are from; empty where they are from none
+    updates: int = 0  # of its training; 0 where unknown
+    lesson: Mapping[str, Any] = {}  # record of its teacher (`engine.task.Teacher`); empty without one
 
     def __init__(
         self, model: nn.Module, task: GameTask, runtime: runtimes.Runtime, serving: runtimes.Serving | None = None

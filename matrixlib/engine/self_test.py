@@ -23,12 +23,10 @@ from matrixlib.hardware.runtime import Runtime
 
 ROWS = 8  # compared; enough for every term to have a target
 MAX_OVERFLOWS = 20  # updates for fp16 to find its loss scale
-WEIGHT_NOISE = 0.02
-"""Added to fresh weights: zero-initialised heads would leave the trunk without a gradient to compare."""
+WEIGHT_NOISE = 0.02  # added to fresh weights: a zero-initialised head gives the trunk no gradient to compare
 TOLERANCE = {True: (2e-3, 0.05), False: (0.1, 0.6)}
 """fp32? -> largest relative difference of a loss and of a block's gradient (L2); faulty kernels differ by more."""
-NEGLIGIBLE = 1e-4
-"""Block gradients below this share of the largest are rounding noise."""
+NEGLIGIBLE = 1e-4  # block gradients below this share of the largest are rounding noise
 
 
 class LinearRows(TorchFunctionMode):

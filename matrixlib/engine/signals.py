@@ -11,8 +11,7 @@ from typing import Any
 
 from matrixlib.engine.distributed import Ranks
 
-SAME_SIGNAL_SECONDS = 3.0
-"""Seconds within which a second SIGTERM counts as the first."""
+SAME_SIGNAL_SECONDS = 3.0  # seconds within which a second SIGTERM counts as the first
 
 
 class Terminated(SystemExit):

@@ -8,8 +8,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any, Self
 
-WINDOW = 500
-"""Updates over which gradient statistics are computed."""
+WINDOW = 500  # updates over which gradient statistics are computed
 UNLOGGED: Any = {"logged": False}
 
 
@@ -40,8 +39,7 @@ class Event(StrEnum):
     WAITING_FOR_DATA = "waiting_for_data"
 
 
-DECISIONS = (Event.HALT, Event.ROLLBACK, Event.SKIP)
-"""Decisions of `Health`, most severe first."""
+DECISIONS = (Event.HALT, Event.ROLLBACK, Event.SKIP)  # decisions of `Health`, most severe first
 
 
 class Message(str):

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from matrixlib.engine.curriculum import Phase
 from matrixlib.hardware import backend
 
-Batch = dict[str, Tensor]
-"""Name -> tensor; every tensor has the same leading dimension B (rows)."""
-Sums = dict[str, Tensor]
-"""Name -> 0-d sum over items."""
+Batch = dict[str, Tensor]  # name -> tensor; every tensor has the same leading dimension B (rows)
+Sums = dict[str, Tensor]  # name -> 0-d sum over items
 
 
 class Task(Protocol):

@@ -21,12 +21,9 @@ PHASES = ("wait", "copy", "teacher", "forward", "backward", "read", "optimiser",
 """wait: for the loader. copy: host to device. teacher: its forward pass. read: the one host read of an update, which
 waits for the device."""
 ON_DEVICE = ("copy", "teacher", "forward", "backward", "optimiser")
-BETWEEN = ("validation", "strength", "checkpoint")
-"""Between updates, not part of their seconds."""
-TRACED, RATE_UPDATES = 3, 20
-"""Updates in a trace; that the throughput is measured over."""
-STARVED_UPDATES, FIRST_UPDATES = 100, 20
-"""Updates over which the wait for data is measured, without the first, in which the loader's workers start."""
+BETWEEN = ("validation", "strength", "checkpoint")  # between updates, not part of their seconds
+TRACED, RATE_UPDATES = 3, 20  # updates in a trace, and for the throughput
+STARVED_UPDATES, FIRST_UPDATES = 100, 20  # for the wait for data, without the first (workers start)
 
 
 class Throughput:

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DISCRETE = ("cuda",)
-"""Kinds with their own memory: host tensors are pinned, and events time them."""
-FUSED = ("cpu", "cuda", "mps")
-"""Kinds with a fused AdamW kernel in torch 2.11 and later."""
+DISCRETE = ("cuda",)  # kinds with their own memory: host tensors are pinned, and events time them
+FUSED = ("cpu", "cuda", "mps")  # kinds with a fused AdamW kernel in torch 2.11 and later
 
 
 def _module(device: torch.device) -> Any:

@@ -24,8 +24,7 @@ VCACHE_SHARERS = 16  # logical processors of one die; a virtual machine may repo
 CPU_TREE = Path("/sys/devices/system/cpu")
 CGROUP_TREE = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables by which a user sets how threads wait."""
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables by which a user sets how threads wait
 PACKAGES = (
     *("matrixlib", "torch", "triton", "numpy", "numba", "safetensors", "zstandard"),
     *("pydantic", "chess", "papermill", "matplotlib"),

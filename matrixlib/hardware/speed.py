@@ -11,14 +11,10 @@ from typing import Any
 from matrixlib.hardware.backend import synchronize
 
 SIDES = (1024, 2048, 4096, 8192)
-REPEAT = 10
-"""Calls timed at once on an accelerator, to hide launch time."""
-PIECE = {True: (512, 4), False: (2048, 256)}
-"""Matrix side and number of boards that suffice for comparisons, on the CPU and elsewhere."""
-WARM_CALLS, MIN_CALLS, MAX_CALLS = 10, 3, 200
-"""Calls of each function in `turns`: those that do not count at most, and those that do."""
-Kinds = Mapping[str, tuple[float, Callable[[], object]]]
-"""Name -> (FLOP of a call, call)."""
+REPEAT = 10  # calls timed at once on an accelerator, to hide launch time
+PIECE = {True: (512, 4), False: (2048, 256)}  # on the CPU? -> matrix side, boards: enough to compare
+WARM_CALLS, MIN_CALLS, MAX_CALLS = 10, 3, 200  # of each function in `turns`; the first do not count
+Kinds = Mapping[str, tuple[float, Callable[[], object]]]  # name -> (FLOP of a call, call)
 
 
 def seconds_of(work: Callable[[], object], device: str = "cpu", calls: int = 1) -> float:

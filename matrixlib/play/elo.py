@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair: mean of its games
 DRAWN_PAIR = np.array([0, 0, 1, 0, 0])
-Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
-"""Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
+Counts: TypeAlias = Sequence[int] | NDArray[np.int64]  # pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2
 CONFIDENCE = 0.95  # of intervals
 
 

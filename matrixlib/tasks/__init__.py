@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
     from matrixlib.engine.network import Network
 
-TASKS = ("chess", "latin", "tictactoe", "melee")
-"""Tasks of the package."""
-GROUP = "matrixlib.tasks"
-"""Entry points of this group are tasks."""
+TASKS = ("chess", "latin", "tictactoe", "melee")  # tasks of the package
+GROUP = "matrixlib.tasks"  # entry points of this group are tasks
 
 
 def get_task(name: str) -> TaskSpec[Any]:

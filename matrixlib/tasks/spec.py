@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from matrixlib.play.search import Evaluate
     from matrixlib.play.selfplay import Judges
 
-Check = tuple[str, bool, str]
-"""Name, whether it holds, what it says."""
+Check = tuple[str, bool, str]  # name, whether it holds, what it says
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,8 @@ class Overfit:
 class GameSpec(ABC):
     """What a cycle needs of a game beyond its rules. It shows the held-out figure `top1` if there is one."""
 
-    ending: ClassVar[str]
-    """Of the name of a file that holds what `Game.write` gives."""
-    solved: ClassVar[bool] = False
-    """Whether perfect play is known."""
+    ending: ClassVar[str]  # of the name of a file that holds what `Game.write` gives
+    solved: ClassVar[bool] = False  # whether perfect play is known
 
     @property
     @abstractmethod
@@ -142,21 +139,14 @@ class TaskSpec(ABC, Generic[ConfigT]):
     """One task, for runs, notebooks and benchmarks. Stateless."""
 
     name: ClassVar[str]
-    config: ClassVar[type[Any]]
-    """The schema of its configuration, a subclass of `config.Config`."""
-    demo: ClassVar[str] = ""
-    """Name of its preset for demonstrations; empty where it has none."""
-    objective_options: ClassVar[Sequence[str]] = ()
-    """Keys of the configuration (a section with a dot at its end) that change what its losses mean."""
-    measured_on_options: ClassVar[Sequence[str]] = ()
-    """Keys that change what its held-out figures are measured on."""
-    held_out: ClassVar[str] = ""
-    """What share of what is added to its data is held out, in words."""
+    config: ClassVar[type[Any]]  # the schema of its configuration, a subclass of `config.Config`
+    demo: ClassVar[str] = ""  # name of its preset for demonstrations; empty where it has none
+    objective_options: ClassVar[Sequence[str]] = ()  # keys, or `section.`, that change what losses mean
+    measured_on_options: ClassVar[Sequence[str]] = ()  # keys that change what its held-out figures are measured on
+    held_out: ClassVar[str] = ""  # what share of what is added to its data is held out, in words
     overfit: ClassVar[Overfit] = Overfit()
-    small: ClassVar[Mapping[str, Any]] = {}
-    """Overrides that make its demo preset smaller still, for a dozen runs with planted faults."""
-    game: ClassVar[GameSpec | None] = None
-    """Where it is a game for two."""
+    small: ClassVar[Mapping[str, Any]] = {}  # overrides that make its demo preset smaller still
+    game: ClassVar[GameSpec | None] = None  # where it is a game for two
     next_steps: ClassVar[str] = "look into the network with eval.ipynb and browse.ipynb (make lab)"
     """What to do with a trained network, for people; `{run}` stands for its run's folder."""
 

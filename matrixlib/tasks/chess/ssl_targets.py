@@ -16,8 +16,7 @@ from matrixlib.tasks.chess import bitboard
 if TYPE_CHECKING:
     from torch import Tensor
 
-SWAPPED_COLOURS = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12], np.uint8)
-"""Piece class -> class of the other colour."""
+SWAPPED_COLOURS = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12], np.uint8)  # piece class -> other colour's
 MAPS = ("threat", "pin", "fork", "control_ours", "control_theirs")  # axis 1 of `target_maps`
 
 

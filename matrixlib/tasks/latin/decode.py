@@ -24,8 +24,7 @@ NEVER = -1e9
 FILLS = ((0.0, 0.0), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7))
 EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size, from this fill on, completions are countable
 WIDTH = 4  # beam width
-Predict = Callable[[Tensor], Tensor]
-"""cells (G, N, N) -> log-probabilities (G, N, N, K) of the digit indices."""
+Predict = Callable[[Tensor], Tensor]  # cells (G, N, N) -> log-probabilities (G, N, N, K) of the digit indices
 
 
 def network(model: nn.Module, mode: str, size: int) -> Predict:

@@ -29,8 +29,7 @@ I8: TypeAlias = NDArray[np.int8]
 I64: TypeAlias = NDArray[np.int64]
 U64: TypeAlias = NDArray[np.uint64]
 
-COUNTS = {1: 1, 2: 2, 3: 12, 4: 576, 5: 161_280}
-"""Number of Latin squares of an order (OEIS A002860), as listed by `every`."""
+COUNTS = {1: 1, 2: 2, 3: 12, 4: 576, 5: 161_280}  # Latin squares of an order, in `every` (OEIS A002860)
 
 
 @kernel
@@ -190,8 +189,7 @@ LAYOUT = Layout("latin", 1, np.dtype([("size", "u1"), ("cells", "u1", (SIDE * SI
 """A record: size, and digit indices of a 16 x 16 grid, two cells a byte (low half first), 0 outside."""
 HELD_OUT = 8  # one square in so many
 PRIME = 2**31 - 1
-CREATED = "2026-01-01T00:00:00Z"
-"""Creation time of every pool: pools are a function of sizes, count and seed."""
+CREATED = "2026-01-01T00:00:00Z"  # creation time of every pool: pools are a function of sizes, count and seed
 SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 

@@ -9,25 +9,17 @@ import numpy as np
 
 from matrixlib.data.shards import Layout
 
-OWN = 60
-"""A row's own frames, one second: the longest window."""
-DELAYS = 18
-"""Longest delay in frames."""
-ROW = OWN + OWN - 1 + DELAYS + 1
-"""Most frames of a row: a window starting at the last own frame, plus its last target."""
-FIRST = -39
-"""First frame with controller input (https://github.com/project-slippi/slippi-wiki)."""
+OWN = 60  # a row's own frames, one second: the longest window
+DELAYS = 18  # longest delay in frames
+ROW = OWN + OWN - 1 + DELAYS + 1  # most frames of a row: a window starting at the last own frame, plus its last target
+FIRST = -39  # first frame with controller input (https://github.com/project-slippi/slippi-wiki)
 
 BUTTONS = ("A", "B", "X", "Y", "Z", "L", "R", "D-up")
-MASKS = (0x100, 0x200, 0x400, 0x800, 0x10, 0x40, 0x20, 0x08)
-"""Slippi's bit of each button."""
+MASKS = (0x100, 0x200, 0x400, 0x800, 0x10, 0x40, 0x20, 0x08)  # Slippi's bit of each button
 STICKS = ("main x", "main y", "c x", "c y")
-CHARACTERS = 33
-"""Number of characters, by internal id."""
-STICK_STEPS, SHOULDER_STEPS = 80, 140
-"""The game's own steps of a stick from its centre to its edge, and of a shoulder button."""
-UNKNOWN = 255
-"""Integers that a replay's version does not record."""
+CHARACTERS = 33  # number of characters, by internal id
+STICK_STEPS, SHOULDER_STEPS = 80, 140  # the game's steps from centre to edge, and of a shoulder
+UNKNOWN = 255  # integers that a replay's version does not record
 
 # Bits of `flags`: if neither of a pair is set it is unknown, or the player faces the screen.
 RIGHT, LEFT, GROUND, AIR, SAFE, OPEN = (1 << bit for bit in range(6))
@@ -35,7 +27,7 @@ RIGHT, LEFT, GROUND, AIR, SAFE, OPEN = (1 << bit for bit in range(6))
 SPEEDS, GROUNDED, ACTION_FRAME, SAFETY, ITEMS = (1 << bit for bit in range(5))
 EVERYTHING = 31
 
-PLAYER = np.dtype(
+PLAYER = np.dtype(  # a character after a frame, in game units; NaN and UNKNOWN if not recorded
     [
         ("action", "<u2"),
         ("character", "u1"),
@@ -51,7 +43,6 @@ PLAYER = np.dtype(
         ("action_frame", "<f2"),
     ]
 )
-"""A character after a frame, in game units; NaN and UNKNOWN if not recorded."""
 HALVES = np.dtype({"names": ["halves"], "formats": [("<f2", 11)], "offsets": [6], "itemsize": PLAYER.itemsize})
 """View of all float16 fields at once, in order."""
 CONTROLLER = np.dtype([("buttons", "u1"), ("sticks", "i1", (4,)), ("shoulder", "u1")])
@@ -63,11 +54,9 @@ FOLLOWER = np.dtype([("at", "<u4"), ("whose", "u1"), ("state", PLAYER)])
 """The second Ice Climber. at: frame of the row; whose: 0 ours, 1 theirs."""
 ITEM = np.dtype([("at", "<u4"), ("owner", "i1"), ("type", "<u2"), ("place", "<f2", (2,)), ("speed", "<f2", (2,))])
 """owner: 1 ours, -1 theirs, 0 nobody's."""
-SLOTS = 5
-"""Items shown to a network."""
-NOTHING = 0xFFFF
-"""Type of an absent item."""
-SCENE = np.dtype(
+SLOTS = 5  # items shown to a network
+NOTHING = 0xFFFF  # type of an absent item
+SCENE = np.dtype(  # a frame with all network inputs; our player first
     [
         ("players", PLAYER, (2,)),
         ("follower", PLAYER, (2,)),  # character UNKNOWN = nobody
@@ -81,7 +70,6 @@ SCENE = np.dtype(
         ("delay", "u1"),
     ]
 )
-"""A frame with all network inputs; our player first."""
 RECORD = np.dtype(
     [
         ("game", "<u8"),

@@ -27,12 +27,11 @@ class Head:
     choices: slice
 
 
-HEADS = (
+HEADS = (  # in autoregressive order
     Head("buttons", 8, slice(0, 8), slice(0, 8)),
     *(Head(a, STICK_CLASSES, slice(8 + 17 * i, 25 + 17 * i), slice(8 + i, 9 + i)) for i, a in enumerate(AXES)),
     Head("shoulder", SHOULDER_CLASSES, slice(76, 81), slice(12, 13)),
 )
-"""In autoregressive order."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,14 @@ class Controller:
         return cls(pressed, (x, y), (c_x, c_y), float(choices[12] / (SHOULDER_CLASSES - 1)))
 
 
-NEUTRAL = np.array([*[0] * len(BUTTONS), *[CENTRE] * len(AXES), 0], np.int64)
-"""Choices of an untouched controller."""
+NEUTRAL = np.array([*[0] * len(BUTTONS), *[CENTRE] * len(AXES), 0], np.int64)  # choices of an untouched controller
 
 STICK_STEP, SHOULDER_STEP = STICK_STEPS // CENTRE, SHOULDER_STEPS // (SHOULDER_CLASSES - 1)
 _BYTES = np.arange(256, dtype=np.uint8)
 _STICK = (2 * _BYTES.view(np.int8).astype(int) + STICK_STEP) // (2 * STICK_STEP) + CENTRE
 _STICK = np.clip(_STICK, 0, STICK_CLASSES - 1).astype(np.uint8)
 _SHOULDER = ((2 * _BYTES.astype(int) + SHOULDER_STEP) // (2 * SHOULDER_STEP)).clip(0, SHOULDER_CLASSES - 1)
-_SHOULDER = _SHOULDER.astype(np.uint8)
-"""The class of each stored byte: steps in units of a class, rounded half up."""
+_SHOULDER = _SHOULDER.astype(np.uint8)  # the class of each stored byte: steps in units of a class, rounded half up
 
 
 def pressed(buttons: np.ndarray) -> np.ndarray:

@@ -18,12 +18,9 @@ from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.controller import AXES, CENTRE, HEADS, LOGITS, STICK_CLASSES, Head
 from matrixlib.tasks.melee.model import gumbel, log_likelihood
 
-ATTACKS = [BUTTONS.index(name) for name in ("A", "B", "X", "Y", "Z")]
-"""Buttons that start a new action."""
-DECISIONS = ("sampled", "likeliest", "repeated")
-"""Names of `judge` that are judged as decisions; `repeated` is the baseline."""
-Frames = dict[str, np.ndarray]
-"""What is to be judged, by name: see `judge`."""
+ATTACKS = [BUTTONS.index(name) for name in ("A", "B", "X", "Y", "Z")]  # buttons that start a new action
+DECISIONS = ("sampled", "likeliest", "repeated")  # names of `judge` that are decisions; the baseline last
+Frames = dict[str, np.ndarray]  # what is to be judged, by name: see `judge`
 
 
 @torch.inference_mode()

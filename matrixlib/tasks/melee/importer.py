@@ -138,14 +138,13 @@ def _replays(path: Path) -> list[Path]:
 
 
 SAMPLE = Path(__file__).parent / "sample"
-ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {  # of a replay: kind and shape of each entry
     "number": (np.dtype("<i8"), ()),
     "players": (PLAYER, (2,)),
     "controllers": (CONTROLLER, (2,)),
     "follower": (FOLLOWER, ()),
     "item": (ITEM, ()),
 }
-"""Of a replay: kind and shape of each entry."""
 
 
 def decode(data: bytes) -> list[Replay]:

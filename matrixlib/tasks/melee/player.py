@@ -42,10 +42,8 @@ class Player:
         self._remembered: State = self._model.trunk.initial(1)
         self._delay = delay
         self._waiting = deque([NEUTRAL] * delay)
-        self.decision = NEUTRAL
-        """(13,) what was decided last, as classes."""
-        self.logits = np.zeros(LOGITS, np.float32)
-        """(81,) what the network said of the last frame."""
+        self.decision = NEUTRAL  # (13,) what was decided last, as classes
+        self.logits = np.zeros(LOGITS, np.float32)  # (81,) what the network said of the last frame
 
     @torch.inference_mode()
     def act(self, frame: np.ndarray) -> Controller:

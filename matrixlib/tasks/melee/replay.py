@@ -14,8 +14,7 @@ from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, FIRST, FOLLOWE
 PANIC = "PanicException"  # raised by peppi's Rust code on unexpected files; not an Exception
 HITSTUN = 0x02  # bit of the fourth state-flag byte: `misc_as` is the remaining hitstun
 LARGEST = 60_000.0  # of a half
-SAME_GAME = 3600
-"""First frames that identify a game: both players of a netplay game record it, with different ends."""
+SAME_GAME = 3600  # first frames that identify a game: netplay records it twice, with different ends
 
 
 class ReplayError(ValueError):

@@ -22,16 +22,13 @@ from matrixlib.tasks.melee.replay import Replay
 
 # Inputs
 
-ACTIONS = 399
-"""Classes of action state."""
+ACTIONS = 399  # classes of action state
 STAGES = {2: "Fountain of Dreams", 3: "Pokémon Stadium", 8: "Yoshi's Story", 28: "Dream Land", 31: "Battlefield"}
 STAGES[32] = "Final Destination"
-SYMMETRIC = (2, 28, 31, 32)
-"""Stages that are mirror-symmetric; Randall and the stadium's transformations are not."""
+SYMMETRIC = (2, 28, 31, 32)  # stages that are mirror-symmetric; Randall and the stadium's transformations are not
 EDGE = 85.0  # about where stages end
 GAME_FRAMES = 28_800.0  # eight minutes
-DEAD_SIDEWAYS = (1, 2)
-"""Action states of dying over the left and the right edge."""
+DEAD_SIDEWAYS = (1, 2)  # action states of dying over the left and the right edge
 
 # Kinds of action state: the first state of each. From 341 on they are a character's own.
 KINDS = np.array(
@@ -44,8 +41,7 @@ LEADER = (*STATE, *SPEEDS, "hitstun", "action frame", "stocks", "ledge")
 MEASURED = [LEADER.index(name) for name in ("percent", "shield", "x", "y", *SPEEDS, "hitstun", "action frame")]
 """Where HALVES stand in LEADER, by SCALES."""
 SCALES = np.array([0.01, 0.01, 0.05, 0.05, *[0.5] * len(SPEEDS), 1 / 120, 1 / 60], np.float32)
-SIGNS = np.array([0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0], "<u2") << 15
-"""Sign bits of HALVES that flip in a mirror."""
+SIGNS = np.array([0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0], "<u2") << 15  # sign bits of HALVES that flip in a mirror
 _OF_SECOND = (*STATE, "speed air x", "speed y", "hitstun", "action frame", "stocks")
 OF_SECOND = [LEADER.index(name) for name in _OF_SECOND]
 _KINDS = (f"kind {number}" for number in range(len(KINDS)))
@@ -55,7 +51,7 @@ SPATIAL = ("distance", "dx", "dy", "time")
 ITEM_FIELDS = ("there", "owner", "x", "y", "type", "speed x", "speed y")
 KNOWN = ("speeds", "on ground", "action frame", "invulnerable", "items")
 
-INPUTS: tuple[str, ...] = (
+INPUTS: tuple[str, ...] = (  # what each number of `numeric` is
     *(f"{whose} {name}" for whose in ("own", "other") for name in (*LEADER, *SECOND)),
     *(f"stage {name}" for name in (*STAGES.values(), "other")),
     *(f"previous {name}" for name in CONTROLS),
@@ -64,14 +60,12 @@ INPUTS: tuple[str, ...] = (
     "delay",
     *(f"known {name}" for name in KNOWN),
 )
-"""What each number of `numeric` is."""
 PLACE = {name: number for number, name in enumerate(INPUTS)}
 _CONTINUOUS = ("percent", " x", " y", "shield", "speed", "hitstun", "action frame", "ledge", "distance", "dx", "dy")
 _OTHER = ("previous", "known")
-CONTINUOUS = np.array(
+CONTINUOUS = np.array(  # numbers of `numeric` that are measured and not counted: where noise is added
     [place for place, name in enumerate(INPUTS) if name.endswith(_CONTINUOUS) and not name.startswith(_OTHER)]
 )
-"""Numbers of `numeric` that are measured and not counted: where noise is added."""
 
 
 def live(

@@ -26,8 +26,7 @@ STATUS = {  # (network to move, search running) -> text, while the game goes on
     (False, True): "searching; search here again stops it",
     (False, False): "your move",
 }
-Chances = tuple[float, float, float]
-"""White wins, draw, Black wins; sum 1."""
+Chances = tuple[float, float, float]  # White wins, draw, Black wins; sum 1
 Page = dict[str, Any]
 Show = Callable[[Page], None]
 

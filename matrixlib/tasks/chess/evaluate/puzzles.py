@@ -24,8 +24,7 @@ from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.notation import open_compressed, read_lines
 from matrixlib.tasks.chess.records import PIECE_VALUES, from_boards, move_from_index, parse_fen, positions_before
 
-Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
-"""Boards -> a UCI move each, None without one."""
+Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]  # boards -> a UCI move each, None without one
 Flags = NDArray[np.bool_]
 BASELINE = "best capture"
 RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
