@@ -6,6 +6,7 @@ Kernels that the tests' own process starts are forked, here and in other tests.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import tempfile
 from collections.abc import Generator
@@ -23,9 +24,18 @@ REPORTS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all has been imported
     config.option.nbval_current_env = True
     config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests" / "nbval.cfg")
     warm.spare_time()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collections of garbage, which end trials and arms, do not look through all that has been imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -42,13 +41,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def interruptible() -> None:
     """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen() -> None:
-    """Collections of garbage, which end trials and arms, do not look through all that has been imported."""
-    gc.collect()
-    gc.freeze()
 
 
 PICTURED = ending.UNDRAWN

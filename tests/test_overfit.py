@@ -24,6 +24,7 @@ def check(**overrides: Any) -> Shown:
     return run_notebook("overfit", seed=0, overrides={**SMALL, **overrides})
 
 
+@pytest.mark.soak
 def test_a_sound_network_learns_16_positions(reports: Path) -> None:
     """As nbval of overfit.ipynb sees it do."""
     shown = check()
