@@ -53,6 +53,7 @@ $(STAMP): stale
 endif
 endif
 
+# Bytecode (some files are no Python) and the search are compiled here, not as a user waits for a first move.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "error: Python 3.11 or newer is needed, not '$(PYTHON)';" \
@@ -68,8 +69,9 @@ endif
 		$(BIN)/uv pip install --quiet --no-cache --python $(BIN)/python --index-strategy unsafe-best-match --requirement - || { \
 		echo "uv cannot install here, so pip does, which takes longer" >&2; \
 		$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.lock; }
-	@$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/(.*/tests?|$(SELDOM))/' $(VENV)/lib || true  # on all cores; some files are no Python
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo isready | $(BIN)/matrixlib-uci --checkpoint shipped --device cpu > /dev/null & \
+		$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/(.*/tests?|$(SELDOM))/' $(VENV)/lib || true; wait
 	@touch $@
 
 install: $(STAMP)
