@@ -123,7 +123,7 @@ class Net(Network):
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards; networks with history use their move stacks."""
         model = self.task.config.model
-        heads = frozenset((*model.ssl, *(("moves_left",) if model.moves_left.channels else ())))
+        heads: frozenset[str] = frozenset((*model.ssl, *(("moves_left",) if model.moves_left.channels else ())))
         for start in range(0, len(boards), BOARDS_PER_BATCH):
             part = boards[start : start + BOARDS_PER_BATCH]
             batch = self._pack(part)
