@@ -22,6 +22,7 @@ from matrixlib.tasks.chess.stockfish.client import (
     EngineError,
     Line,
     Stockfish,
+    find_program,
     parse_info,
     score_of,
 )
@@ -79,12 +80,11 @@ def test_the_last_whole_block_counts():
     [
         ("sys.exit(3)", "does not speak UCI.*exit status 3", 20),
         ("for line in sys.stdin: print('what?', flush=True)", "does not speak UCI.*no answer within", 0.5),
-        ("for _ in sys.stdin: print('id name Old\\nuciok\\nreadyok', flush=True)", "Old has no option UCI_ShowWDL", 20),
         (GREETING.format(go="sys.exit(7)"), "no `bestmove` from Fake 1 in `position fen x`: exit status 7", 20),
         (GREETING.format(go="time.sleep(60)"), "no answer within 3 s", 3),
         (GREETING.format(go="print('bestmove (none)', flush=True)"), "gives no move in `fen x`", 20),
     ],
-    ids=["dies", "no UCI", "no WDL", "dies at a search", "hangs", "no move"],
+    ids=["dies", "no UCI", "dies at a search", "hangs", "no move"],
 )
 def test_engines_that_fail_are_named(tmp_path, body, message, timeout):
     start = time.monotonic()
@@ -207,6 +207,20 @@ def test_a_tree_search_labels_by_its_visits_not_by_scores_of_moves_that_it_did_n
 def test_stockfish_labels_by_depth_alone(stockfish):
     with pytest.raises(EngineError, match="labels positions by depth: leave out 'nodes 50'"):
         Stockfish(f"{stockfish} nodes=50")
+
+
+@pytest.mark.parametrize("name", ["toga2", "glaurung", "gnuchess"])
+def test_real_engines_without_win_draw_loss_label_positions(name):
+    """Toga lists ten moves at once, GNU Chess one."""
+    if find_program(name) is None:
+        pytest.skip(f"no {name} here")
+    boards = [chess.Board(), chess.Board("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1")]
+    with Stockfish("gnuchess --uci" if name == "gnuchess" else name) as engine:
+        even, mate = (label(engine, board, *DEPTHS) for board in boards)
+    assert (len(even.level), min(even.level)) == (20, 0)
+    assert even.wdl[1] > 900
+    assert mate.wdl[0] > 990
+    assert mate.level.count(0) == 1, "d1d8 mates"
 
 
 @pytest.mark.parametrize("name", ["matrixlib-uci", "lc0"])

@@ -230,7 +230,7 @@ class Engine:
 
 
 class Stockfish(Engine):
-    """A Stockfish process with one thread, a small hash and win-draw-loss; or another engine that has it.
+    """A Stockfish process with one thread, a small hash and win-draw-loss if it has that; or another engine.
 
     text: its path, or a text as for `read_setup`. A tree search such as Lc0 needs a limit in nodes: its labels are its
     visits. options: e.g. {"UCI_LimitStrength": True, "UCI_Elo": 1350}. title: its name, or with the text.
@@ -253,8 +253,6 @@ class Stockfish(Engine):
         tree = "VerboseMoveStats" in self.announced
         rule = "its visits: end its text with nodes=800" if tree else f"depth: leave out '{self.limit}'"
         problem = "" if self.limit.partition(" ")[0] == ("nodes" if tree else "") else f"labels positions by {rule}"
-        if "UCI_ShowWDL" not in self.announced:
-            problem = "has no option UCI_ShowWDL: use Stockfish 12 or newer"
         if problem:
             self.close()
             raise EngineError(f"{self.name} {problem}")

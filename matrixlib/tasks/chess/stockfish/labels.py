@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.notation import legal_moves
 from matrixlib.tasks.chess.records import WDL_SUM, policy_index
-from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, EngineError, Stockfish
+from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, Engine, EngineError, Stockfish
 from matrixlib.tasks.chess.stockfish.player import engine_move
 
 FULLMOVE = 32  # where Stockfish 15.1 gives 100 centipawns a win rate of 50 %
@@ -46,7 +46,8 @@ class Label(NamedTuple):
 
 
 def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
-    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; with a limit by visits."""
+    """Label a position: all moves at the shallow depth, the best DEEP_LINES at the deep one; with a limit by visits.
+    Where the engine shows no win-draw-loss it is that of its score."""
     ours = board.copy(stack=False) if board.turn else board.mirror()
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")
@@ -59,14 +60,25 @@ def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth:
         level = {move: min(round(10 * log(most / (n or 1e-9))), NO_WEIGHT) for move, n in visits.items()}
     else:
         scores = {line.move: line.score for line in engine.search(position, f"depth {shallow_depth}", ALL_LINES)}
+        left = [move for move in ours.legal_moves if move.uci() not in scores]  # by an engine with fewer lines
+        scores |= {move.uci(): score_after(engine, ours, move, shallow_depth) for move in left}
         best, *others = engine.search(position, f"depth {deep_depth}", DEEP_LINES)
         level = levels(scores, {line.move: line.score for line in (best, *others)})
     moves = sorted(ours.legal_moves, key=lambda move: policy_index(move, chess.WHITE))
     if level.keys() != {move.uci() for move in moves}:
         raise EngineError(f"{engine.name} lists {len(level)} moves in {position}, {len(moves)} are legal")
-    if best.wdl is None:
-        raise EngineError(f"{engine.name} shows no win-draw-loss")
-    return Label(best.wdl, [level[move.uci()] for move in moves])
+    win, draw, loss = best.wdl or (wdl_of_score(best.score)[0] / WDL_SUM * 1000).round().astype(int).tolist()
+    return Label((win, draw, loss), [level[move.uci()] for move in moves])
+
+
+def score_after(engine: Engine, board: chess.Board, move: chess.Move, depth: int) -> int:
+    """Score of a move for the mover, see `client.MATE`, by a search of the position after it."""
+    after = board.copy(stack=False)
+    after.push(move)
+    if not any(after.legal_moves):
+        return MATE - 1 if after.is_check() else 0
+    score = -engine.search("fen " + after.fen(en_passant="legal"), f"depth {max(depth - 1, 1)}")[0].score
+    return score - (score > CENTIPAWN_LIMIT)  # a mate takes one move more
 
 
 def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:
