@@ -122,12 +122,12 @@ class Net(Network):
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards; networks with history use their move stacks."""
-        model = self.task.config.model
-        heads: frozenset[str] = frozenset((*model.ssl, *(("moves_left",) if model.moves_left.channels else ())))
+        maps: list[str] = sorted(self.task.config.model.ssl)
+        left_head = ["moves_left"] if self.task.config.model.moves_left.channels else []
         for start in range(0, len(boards), BOARDS_PER_BATCH):
             part = boards[start : start + BOARDS_PER_BATCH]
             batch = self._pack(part)
-            out = self.predict(batch, heads)
+            out = self.predict(batch, frozenset(maps + left_head))
             probability = np.exp(out["policy"])
             for row, board in enumerate(part):
                 legal = np.flatnonzero(batch["policy_index"][row] >= 0)
@@ -135,7 +135,7 @@ class Net(Network):
                 names = (move_from_index(int(index), board).uci() for index in batch["policy_index"][row, order])
                 moves = dict(zip(names, probability[row, order].tolist(), strict=True))
                 wdl = tuple(out["wdl"][row].tolist()) if "wdl" in out else None
-                ssl = {head: out["ssl/" + head][row][:, :: 1 if board.turn else -1] for head in sorted(model.ssl)}
+                ssl = {head: out["ssl/" + head][row][:, :: 1 if board.turn else -1] for head in maps}
                 left = float(out["moves_left"][row]) if "moves_left" in out else None
                 yield Evaluation(board, moves, wdl, float(out["value"][row]), ssl, moves_left=left)
 
