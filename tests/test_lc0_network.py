@@ -14,6 +14,7 @@ import torch
 from cells import run_notebook
 
 import matrixlib
+from matrixlib.data.shards import file_hash
 from matrixlib.play.game import uniform
 from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player
 from matrixlib.play.search import Search
@@ -67,6 +68,7 @@ def test_it_says_what_lc0_says(maia: tuple[str, Net], truth: list[dict[str, Any]
 def opened(tmp_path: Path, **options: Any) -> Net:
     net = matrixlib.load(lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network(**options)), device="cpu")
     assert isinstance(net, Net)
+    assert net.sha256 == file_hash(tmp_path / "made.pb.gz"), "that an anchor or a teacher is told by"
     return net
 
 

@@ -161,7 +161,9 @@ class ChessSpec(specs.TaskSpec[ChessConfig]):
     def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
         from matrixlib.tasks.chess.evaluate.onnx import open_file
 
-        return open_file(path, device, compile)
+        if net := open_file(path, device, compile):
+            net.sha256 = file_hash(path)
+        return net
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
@@ -241,7 +243,6 @@ def load(run: str | Path, checkpoint: str = "", device: str | Runtime = "auto", 
     if folder.is_file():
         if (net := TASK.open_file(folder, device, compile)) is None:
             raise ValueError(specs.no_network(folder))
-        net.sha256 = file_hash(folder)
     else:
         data, name = read_run_config(folder)
         if data.get("task") != TASK.name:
