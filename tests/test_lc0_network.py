@@ -68,7 +68,7 @@ def test_it_says_what_lc0_says(maia: tuple[str, Net], truth: list[dict[str, Any]
 def opened(tmp_path: Path, **options: Any) -> Net:
     net = matrixlib.load(lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network(**options)), device="cpu")
     assert isinstance(net, Net)
-    assert net.sha256 == file_hash(tmp_path / "made.pb.gz"), "that an anchor or a teacher is told by"
+    assert net.sha256 == file_hash(tmp_path / "made.pb.gz"), "a changed anchor or teacher is refused by it"
     return net
 
 
