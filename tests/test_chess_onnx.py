@@ -1,6 +1,7 @@
 """Chess networks as ONNX: every option says the same in the file, which explains itself; nothing wrong is written."""
 
 import copy
+import importlib
 import json
 import shutil
 import sys
@@ -25,7 +26,7 @@ from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import onnx as export
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.evaluate.onnx import PLANE_NAMES, moves
+from matrixlib.tasks.chess.evaluate.onnx import PLANE_NAMES, moves, plane_names
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.records import from_boards, legal_indices, policy_index
 from matrixlib.tasks.chess.task import ChessTask
@@ -50,18 +51,23 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def shaken(preset: str, model: dict[str, Any]) -> Net:
-    """A network in which no weight and no statistic is what it was drawn as, so that none may be left out."""
+def fresh(preset: str, model: dict[str, Any]) -> Net:
     settings = load_config(preset, {"model": model, "runtime": CPU})
     assert isinstance(settings, ChessConfig)
-    task = ChessTask(settings)
-    network, generator = task.build_model(), torch.Generator().manual_seed(3)
+    task = get_task("chess").task(settings)
+    assert isinstance(task, ChessTask)
+    return Net(task.build_model(), task, resolve(settings.runtime, settings.train, settings.data))
+
+
+def shaken(preset: str, model: dict[str, Any]) -> Net:
+    """A network in which no weight and no statistic is what it was drawn as, so that none may be left out."""
+    net, generator = fresh(preset, model), torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for tensor in (*network.parameters(), *network.buffers()):
+        for tensor in (*net.model.parameters(), *net.model.buffers()):
             if tensor.is_floating_point():
                 tensor.mul_(torch.rand(tensor.shape, generator=generator) + 0.5)
                 tensor.add_(0.05 * torch.rand(tensor.shape, generator=generator))
-    return Net(network, task, resolve(settings.runtime, settings.train, settings.data))
+    return net
 
 
 @pytest.fixture(scope="module")
@@ -140,19 +146,32 @@ def test_the_file_explains_itself_and_becomes_small_and_can_play(exported: tuple
 
 
 @needs_packages
-@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0", "lc0"])
 def test_a_file_of_ours_opens_as_a_network(exported: tuple[Net, Path], tmp_path: Path, encoding: str) -> None:
     net, path = exported
-    if encoding == "matrix0":
-        net, path = random_net(ssl=[], **MATRIX0), tmp_path / "net.onnx"
+    if encoding != "oriented":
+        model: dict[str, Any] = {"channels": 32, "blocks": 2, "history": True, "moves_left": {"channels": 4}}
+        net = fresh("lc0_quick", model) if encoding == "lc0" else random_net({"model": {"ssl": [], **MATRIX0}})
+        path = tmp_path / "net.onnx"
         export.export(net, path)
     again = matrixlib.load(path)
+    known = again.task.config.model
+    assert known == net.task.config.model.model_copy(update={"ssl": known.ssl, "moves_left": known.moves_left})
+    assert json.loads(again.model.session.get_modelmeta().custom_metadata_map["moves"]) == moves(encoding)
     fens = [board.fen() for board in hard_positions() if any(board.legal_moves)]
-    for ours, theirs in zip(net.evaluate(fens), again.evaluate(fens), strict=True):
-        assert theirs.moves == pytest.approx(ours.moves, abs=1e-4)
-        assert theirs.value == pytest.approx(ours.value, abs=1e-4)
+    fens += ["startpos moves e2e4 e7e5 g1f3 b8c6", "startpos moves e2e4 c7c5 g1f3 d7d6"]
+    for served in (again, again.with_threads(2), again.with_workers()):
+        for ours, theirs in zip(net.evaluate(fens), served.evaluate(fens), strict=True):
+            assert theirs.moves == pytest.approx(ours.moves, abs=1e-4)
+            assert theirs.value == pytest.approx(ours.value, abs=1e-4)
     with pytest.raises(ValueError, match="not written as ONNX"):
         get_task("chess").export(again, tmp_path / "out.onnx")
+    file = importlib.import_module("onnx").load(path)
+    for entry in file.metadata_props:
+        entry.value = "{" if entry.key == "model" else entry.value
+    importlib.import_module("onnx").save(file, tmp_path / "other.onnx")
+    with pytest.raises(ValueError, match=r"other\.onnx was not written by `export`"):
+        matrixlib.load(tmp_path / "other.onnx")
     (tmp_path / "cut.onnx").write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"cut\.onnx cannot be read as ONNX"):
         matrixlib.load(tmp_path / "cut.onnx")
@@ -162,7 +181,7 @@ def test_a_file_of_ours_opens_as_a_network(exported: tuple[Net, Path], tmp_path:
 def test_moves_are_named_by_their_index(encoding: str) -> None:
     named = moves(encoding)
     assert len(named) == 4672
-    assert all(len(PLANE_NAMES[name]) == 19 for name in PLANE_NAMES)
+    assert len(PLANE_NAMES[encoding]) == 19
     for board in hard_positions():
         shown = board if board.turn or encoding == "matrix0" else board.mirror()
         net_index = {policy_index(move, board.turn): move for move in board.legal_moves}
@@ -172,6 +191,15 @@ def test_moves_are_named_by_their_index(encoding: str) -> None:
             turned = chess.Move(turn(move.from_square), turn(move.to_square), move.promotion)
             assert named[index] + ("q" if move.promotion == chess.QUEEN else "") == turned.uci()
             assert turned in shown.legal_moves
+
+
+def test_planes_and_moves_of_lc0_are_named() -> None:
+    newest, every = (plane_names(fresh("lc0_quick", {"history": history}).task) for history in (False, True))
+    assert (len(every), len(newest)) == (112, 21)
+    assert newest == every[:13] + every[104:]
+    assert [every[i] for i in (13, 25, 109)] == ["our P, 1 plies ago", "repeated, 1 plies ago", "half-move clock / 100"]
+    assert moves("lc0").index("e1h1") >= 0 <= moves("lc0").index("a7b8q")
+    assert len({*moves("lc0")}) == 1858
 
 
 @pytest.mark.parametrize("name", onnx.PACKAGES)

@@ -3,7 +3,7 @@
 import copy
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,8 @@ class Network:
         self._parts = 1  # of a batch, evaluated at once by threads of the pool
         self._rows = self.serving.sizes[-1]  # most of a part
         self._divisible = runtime.device == "cpu" and not self.serving.fill  # whether threads can evaluate parts
+        # onnxruntime has its own threads, which share each operation well
+        self._own_threads: Callable[[int], nn.Module] | None = getattr(self.model, "with_threads", None)
         self._pool: ThreadPoolExecutor | None = None
         self.workers = 0  # see `with_workers`
 
@@ -69,9 +71,11 @@ class Network:
 
         Up to MAX_PARTS threads take a part of each batch, so they wait for each other once a batch: torch's own do so
         in every operation, which is many times slower if another program holds a core. Where the network cannot be
-        split (a GPU, a compiled one, one thread) torch's number of threads is set.
+        split (a GPU, a compiled one, one thread) torch's number of threads is set. An ONNX file has its own.
         """
         other = copy.copy(self)
+        if self._own_threads:
+            other.model, threads = self._own_threads(threads), 1
         other._parts = min(threads, MAX_PARTS) if self._divisible else 1
         if other._parts > 1:
             other._pool = _pool(other._parts, threads // other._parts)
@@ -86,6 +90,7 @@ class Network:
         better (a GPU, a compiled network)."""
         other = copy.copy(self)
         if self._divisible:
+            other.model = self._own_threads(1) if self._own_threads else self.model
             other.workers, other._parts, other._rows = self.runtime.threads, 1, WORKER_ROWS
             other._pool = _pool(other.workers, 1)
         return other

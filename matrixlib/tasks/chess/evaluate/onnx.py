@@ -21,11 +21,12 @@ from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.lc0.network import open_weights
+from matrixlib.tasks.chess.lc0 import moves as lc0
+from matrixlib.tasks.chess.lc0.network import Lc0Task, open_weights
 from matrixlib.tasks.chess.matrix0 import convert_weights, infer_config, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
-from matrixlib.tasks.chess.planes import move_map, planes
-from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.chess.planes import move_map
+from matrixlib.tasks.chess.task import HISTORY_PLIES, ChessTask
 from matrixlib.tasks.spec import runtime_for_use
 
 ROWS = (1, 3, 32)  # batch sizes that `export` verifies
@@ -49,17 +50,29 @@ PLANE_NAMES = {
         "half-move clock / 99, at most 1",
         "full move / 199, at most 1",
     ),
+    "lc0": (
+        *(
+            f"{name}, {age} plies ago"
+            for age in range(1 + HISTORY_PLIES)
+            for name in (*(f"our {piece}" for piece in PIECES), *(f"their {piece}" for piece in PIECES), "repeated")
+        ),
+        *("we may castle, queen's side", "we may castle, king's side"),
+        *("they may castle, queen's side", "they may castle, king's side"),
+        *("Black is to move", "half-move clock / 100", "zeros", "ones"),
+    ),
 }
 BOARDS = {
     "oriented": "the board of the side to move: row 0 is its rank 1, column 0 the a-file; for Black the ranks are "
     "turned and the colours swapped",
+    "lc0": "as `oriented`, all of them from the side to move now",
     "matrix0": "White's board: row 0 is rank 8, column 0 the a-file",
 }
 
 
 class ChessOnnx(onnx.OnnxModule):
-    """A network from planes (B, 19, 8, 8) float32 to `policy` (B, 4672) logits of all moves, `wdl` (B, 3)
-    probabilities or `value` (B,) in [-1, 1], and `ssl_<head>` (B, c, 8, 8) probabilities."""
+    """A network from planes (B, C, 8, 8) float32 to `policy` (B, M) logits of all moves, `wdl` (B, 3) probabilities or
+    `value` (B,) in [-1, 1], and `ssl_<head>` (B, c, 8, 8) probabilities. C, M: 19, 4672; of Lc0 networks 112 or without
+    history 21, 1858."""
 
     inputs = ("planes",)
 
@@ -83,7 +96,8 @@ class ChessOnnx(onnx.OnnxModule):
             "task": "chess",
             "encoding": encoding,
             "board": BOARDS[encoding],
-            "planes": json.dumps(PLANE_NAMES[encoding]),
+            "planes": json.dumps(plane_names(self.task)),
+            "model": self.task.config.model.model_dump_json(),
             "policy": "logits by move, see moves; leave out illegal moves, then softmax",
             "moves": json.dumps(moves(encoding)),
             "value": "expected result of the side to move, -1 to 1"
@@ -98,7 +112,11 @@ class _OnnxModel(nn.Module):
 
     def __init__(self, path: Path | str, threads: int) -> None:
         super().__init__()
-        self.session = onnx.session(path, threads)
+        self.path, self.session = path, onnx.session(path, threads)
+
+    def with_threads(self, threads: int) -> "_OnnxModel":
+        """The same file with so many threads."""
+        return _OnnxModel(self.path, threads)
 
     def forward(self, planes: Tensor, heads: frozenset[str]) -> dict[str, Tensor]:
         names = [output.name for output in self.session.get_outputs()][:2]
@@ -106,9 +124,18 @@ class _OnnxModel(nn.Module):
         return {"policy": policy, "value": value.clamp(min=1e-30).log() if names[1] == "wdl" else value}
 
 
+def plane_names(task: ChessTask) -> tuple[str, ...]:
+    """Names of the network's input planes."""
+    names = PLANE_NAMES[task.config.model.encoding]
+    newest_alone = task.config.model.encoding == "lc0" and not task.history
+    return (*names[:13], *names[-8:]) if newest_alone else names
+
+
 def moves(encoding: str) -> list[str]:
-    """UCI move of each policy index on the board of the side to move (`oriented`) or White's (`matrix0`), "" for none.
-    A pawn move to the last rank without a letter promotes to a queen."""
+    """UCI move of each policy index on the board of the side to move (`oriented`, `lc0`) or White's (`matrix0`), "" for
+    none. A pawn move to the last rank without a letter promotes to a queen, of Lc0 to a knight."""
+    if encoding == "lc0":
+        return [lc0.move_name(number) for number in range(lc0.POLICY_SIZE)]
     square, names = chess.SQUARE_NAMES, [""] * bitboard.POLICY_SIZE
     black = move_map(encoding)[1].tolist()
     for index, code in enumerate(bitboard.POLICY_MOVE.tolist()):
@@ -124,12 +151,12 @@ def moves(encoding: str) -> list[str]:
 def export(net: Net, path: Path | str) -> onnx.OnnxFile:
     """Export a chess network as ONNX, see `ChessOnnx`, with planes and moves described in the metadata.
 
-    Verified on held-out positions. ValueError for Lc0 networks and ONNX files; others as in `engine.onnx.export`.
+    Verified on held-out positions. ValueError for ONNX files; others as in `engine.onnx.export`.
     """
-    if net.task.config.model.encoding == "lc0" or isinstance(net.model, _OnnxModel):
-        raise ValueError("networks of Lc0 or ONNX files are not written as ONNX: use their own file (`save_lc0`)")
+    if isinstance(net.model, _OnnxModel):
+        raise ValueError("the network of an ONNX file is not written as ONNX: copy its file")
     batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
-    inputs = planes(batch, net.task.config.model.encoding).numpy()
+    inputs = net.task.planes(batch).numpy()
     batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
     return onnx.export(ChessOnnx(net.task, net.model), path, batches)
 
@@ -150,12 +177,15 @@ def _open_onnx(path: Path, device: str | Runtime) -> Net:
             raise
         raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from None
     facts = model.session.get_modelmeta().custom_metadata_map
-    if facts.get("task") != "chess" or facts.get("encoding") not in PLANE_NAMES:
-        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead")
     value = "wdl" if "wdl" in [output.name for output in model.session.get_outputs()] else "scalar"
-    options = {"encoding": facts["encoding"], "ssl": [], "value": {"kind": value}}
-    config = ChessConfig.model_validate({"task": "chess", "model": options})
-    return Net(model, ChessTask(config), replace(runtime, channels_last=False))
+    try:
+        options = json.loads(facts.get("model", "{}")) | {"encoding": facts["encoding"], "ssl": [], "moves_left": {}}
+        options["value"] = options.get("value", {}) | {"kind": value}
+        config = ChessConfig.model_validate({"task": facts["task"], "model": options}, context={"file": path})
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead") from None
+    task = Lc0Task(config) if facts["encoding"] == "lc0" else ChessTask(config)
+    return Net(model, task, replace(runtime, channels_last=False))
 
 
 def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
@@ -166,21 +196,21 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
     name = path.name.lower()
     if name.endswith(".onnx"):
         return _open_onnx(path, "cpu" if isinstance(device, str) else device)
-    lc0 = name.endswith((".pb.gz", ".pb"))
-    if not lc0 and not name.endswith((".pt", ".pth")):
+    of_lc0 = name.endswith((".pb.gz", ".pb"))
+    if not of_lc0 and not name.endswith((".pt", ".pth")):
         return None
-    data = {} if lc0 else read_checkpoint(path)
+    data = {} if of_lc0 else read_checkpoint(path)
     try:
-        task, model = open_weights(path) if lc0 else _matrix0(data, path.name)
+        task, model = open_weights(path) if of_lc0 else _matrix0(data, path.name)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):
             reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        kind = "an Lc0" if lc0 else "a Matrix0"
+        kind = "an Lc0" if of_lc0 else "a Matrix0"
         raise ValueError(f"{path.name} cannot be read as {kind} network: {reason}") from None
-    runtime = runtime_for_use(task.config, device, "fp32" if lc0 else "auto")
+    runtime = runtime_for_use(task.config, device, "fp32" if of_lc0 else "auto")
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
 
 
