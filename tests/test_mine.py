@@ -79,10 +79,22 @@ def test_rows_are_those_of_the_game_in_order_with_my_moves_alone() -> None:
             assert [one.clock for one in line] == [None, None, 180, 179, 178, None], "before the move"
 
 
+def test_unknown_dates_come_before_known_ones() -> None:
+    dates = ({"Date": "2026.01.02"}, {"Date": "????.??.??"}, {"Date": "2026.??.??", "UTCDate": "2026.01.??"}, {})
+    games = [chess.pgn.Game(headers) for headers in dates]
+    assert [games.index(game) for game in sorted(games, key=definitions("mine")["date"])] == [3, 1, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "error", "message"),
     [
-        (GAMES * 3, {}, ValueError, r"player: 3 readable games of 'me' in .*at least 20 .* are of me \(6\), you \(6\)"),
+        (
+            GAMES * 3,
+            {},
+            ValueError,
+            r"player: 1 readable games of 'me' in .*, 3 broken and 2 repeated ones left out; at least 20 .* "
+            r"are of me \(6\), you \(6\)",
+        ),
         ("\x00not a game", {}, ValueError, "player: 0 readable games of 'me'"),
         (GAMES, {"player": "nobody"}, ValueError, "player: 0 readable games of 'nobody'.* are of me"),
         (
