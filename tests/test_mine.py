@@ -178,11 +178,12 @@ def command(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given |= {"lc0": "mine.pb.gz", "run": "mine"}
     words = [str(NOTEBOOKS / "mine.ipynb"), "out.ipynb", "-k", "python3", "--no-progress-bar"]
     words += [word for name, value in given.items() for word in ("-p", name, str(value))]
+    words += ["-y", "overrides: {validation: {interval: 6}, runtime: {precision: fp32}}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, value in {"REPORTS": str(folder / "reports"), "DEVICE": "cpu", "LIVE": "0"}.items():
             patch.setenv(f"MATRIXLIB_{name}", value)
-        done = CliRunner().invoke(papermill_command, [*words, "-y", "overrides: {validation: {interval: 6}}"])
+        done = CliRunner().invoke(papermill_command, words)
     assert done.exit_code == 0, done.output
     return folder
 
