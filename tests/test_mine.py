@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import chess
+import chess.engine
 import chess.pgn
+import nbformat
 import numpy as np
 import pytest
 from cells import definitions, run_notebook
+from click.testing import CliRunner
+from papermill.cli import papermill as papermill_command
+from test_lc0_train import asked
 
 from matrixlib.data.shards import check
+from matrixlib.files import NOTEBOOKS
 from matrixlib.runs.notebook import ParameterError
 from matrixlib.tasks import load
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices, policy_index
@@ -79,10 +85,22 @@ def test_rows_are_those_of_the_game_in_order_with_my_moves_alone() -> None:
             assert [one.clock for one in line] == [None, None, 180, 179, 178, None], "before the move"
 
 
+def test_unknown_dates_come_before_known_ones() -> None:
+    dates = ({"Date": "2026.01.02"}, {"Date": "????.??.??"}, {"Date": "2026.??.??", "UTCDate": "2026.01.??"}, {})
+    games = [chess.pgn.Game(headers) for headers in dates]
+    assert [games.index(game) for game in sorted(games, key=definitions("mine")["date"])] == [3, 1, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "error", "message"),
     [
-        (GAMES * 3, {}, ValueError, r"player: 3 readable games of 'me' in .*at least 20 .* are of me \(6\), you \(6\)"),
+        (
+            GAMES * 3,
+            {},
+            ValueError,
+            r"player: 1 readable games of 'me' in .*, 3 broken and 2 repeated ones left out; at least 20 .* "
+            r"are of me \(6\), you \(6\)",
+        ),
         ("\x00not a game", {}, ValueError, "player: 0 readable games of 'me'"),
         (GAMES, {"player": "nobody"}, ValueError, "player: 0 readable games of 'nobody'.* are of me"),
         (
@@ -106,11 +124,16 @@ def test_what_cannot_be_learned_from_is_refused_before_anything_is_trained(
     assert not list(reports.iterdir())
 
 
+def some_games(shared: Path, count: int) -> str:
+    """The first games of Matrix0 against Stockfish."""
+    whole = (shared / "games" / "engine_matches.pgn").read_text(encoding="utf-8")
+    return "\n\n[Event ".join(whole.split("\n\n[Event ")[:count]) + "\n"
+
+
 @pytest.mark.slow
 def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, reports: Path, tmp_path: Path) -> None:
     games, file = tmp_path / "games.pgn", tmp_path / "mine.pb.gz"
-    whole = (shared / "games" / "engine_matches.pgn").read_text(encoding="utf-8")
-    games.write_text("\n\n[Event ".join(whole.split("\n\n[Event ")[:30]), encoding="utf-8")
+    games.write_text(some_games(shared, 30), encoding="utf-8")
     maia = str(shared / "maia" / "maia-1100.pb.gz")
     frozen = {"train": {"freeze": ["stem", "tower"]}, "runtime": {"precision": "fp32"}, "validation": {"interval": 16}}
     shown = run_notebook(
@@ -139,3 +162,69 @@ def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, reports: Path
     (tuned,) = own.evaluate_boards([board])
     assert after.moves == pytest.approx(tuned.moves, abs=2e-3)
     assert after.moves != pytest.approx(before.moves, abs=2e-3)
+
+
+@pytest.fixture(scope="module")
+def command(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which the guide's command has run, in a few updates: out.ipynb, mine.pb.gz, reports/mine. The first of
+    its 24 games comes again as the newest, with other headers."""
+    folder = tmp_path_factory.mktemp("mine")
+    games = some_games(shared, 24)
+    copy = chess.pgn.read_game(io.StringIO(games))
+    assert copy is not None
+    copy.headers.update(Event="copy", Date="2026.01.02")
+    (folder / "games.pgn").write_text(f"{games}\n{copy}\n", encoding="utf-8")
+    given = {"pgn": "games.pgn", "player": "Matrix0", "network": shared / "maia" / "maia-1100.pb.gz", "steps": 6}
+    given |= {"lc0": "mine.pb.gz", "run": "mine"}
+    words = [str(NOTEBOOKS / "mine.ipynb"), "out.ipynb", "-k", "python3", "--no-progress-bar"]
+    words += [word for name, value in given.items() for word in ("-p", name, str(value))]
+    words += ["-y", "overrides: {validation: {interval: 6}, runtime: {precision: fp32}}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in {"REPORTS": str(folder / "reports"), "DEVICE": "cpu", "LIVE": "0"}.items():
+            patch.setenv(f"MATRIXLIB_{name}", value)
+        done = CliRunner().invoke(papermill_command, words)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_a_verdict_and_a_file_of_the_network(command: Path) -> None:
+    cells = [cell for cell in nbformat.read(command / "out.ipynb", 4).cells if cell.cell_type == "code"]
+    text = "".join(output.text for output in cells[-1].outputs)
+    assert re.fullmatch(
+        r"for Lc0: mine.pb.gz\npass  my moves are likelier than before +\d\.\d\d nats, before \d\.\d\d\n"
+        r"pass  more of my moves are found than before +\+.*\nVERDICT: PASS\n",
+        text,
+    )
+    written, trained = (load(str(command / name), device="cpu") for name in ("mine.pb.gz", "reports/mine"))
+    board = chess.Board()
+    board.push_uci("a2a3")
+    (file,), (run,) = (net.evaluate_boards([board]) for net in (written, trained))
+    assert file.moves == pytest.approx(run.moves, abs=5e-3)
+    assert file.wdl == pytest.approx(run.wdl, abs=5e-3)
+
+
+@pytest.mark.slow
+def test_no_game_is_trained_on_and_held_out(command: Path) -> None:
+    cells = nbformat.read(command / "out.ipynb", 4).cells
+    text = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", ()))
+    assert "24 games, 0 broken and 1 repeated ones left out; trained on 19, held out 5" in text
+    (folder,) = (command / "reports").glob("mine-games-*")
+    late = []
+    for split in ("train", "validation"):
+        rows = np.load(folder / f"{split}.npz")["records"]
+        late.append({row.tobytes() for row in rows[rows["ply"] >= 20]["pieces"]})
+    assert all(late)
+    assert not late[0] & late[1]
+
+
+@pytest.mark.slow
+def test_lc0_plays_as_the_file_says(command: Path, lc0: str) -> None:
+    path, board = command / "mine.pb.gz", chess.Board()
+    board.push_uci("a2a3")
+    (ours,) = load(str(path), device="cpu").evaluate_boards([board])
+    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={path}", "--backend=blas"]) as engine:
+        engine.configure({"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True, "ScoreType": "Q"})
+        assert asked(engine, board).shares == pytest.approx(ours.moves, abs=1e-3)
+        assert engine.play(board, chess.engine.Limit(nodes=20)).move in board.legal_moves
