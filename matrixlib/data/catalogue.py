@@ -161,7 +161,7 @@ class Catalogue:
                 db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
-        self._put([replace(self._named(name), quality=quality)])
+        self._put([replace(self._named(name), quality=dict(quality))])
 
     def hash(self) -> str:
         """Hex digest over the healthy shards: names, splits, sources, counts, contents."""
