@@ -4,11 +4,10 @@ Terms: "policy", "value", "ssl_<head>" per self-supervised head; with a teacher 
 optionally "teacher_features". Batches stay packed until they are on the device: see `ChessTask.prepare`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import chess
@@ -88,10 +87,10 @@ class ChessTask:
             "value": Term(options.value, self._value_loss, lambda b: self.value_target(b)[1], self._value_floor),
         }
         if self.config.model.moves_left.channels:
-            terms["moves_left"] = Term(options.moves_left, _moves_left_loss, _moves_left_rows)
+            terms["moves_left"] = Term(options.moves_left, losses.moves_left_loss, losses.moves_left_rows)
         for name in self.config.model.ssl:
-            loss, items = partial(self._ssl_loss, name), partial(_squares, name)
-            terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, items)
+            loss, squares = partial(self._ssl_loss, name), partial(_squares, name)
+            terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, squares)
         if teacher.network:
             terms["teacher_policy"] = Term(teacher.policy, self._teacher_policy_loss, _rows_with_moves)
             terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, visible_rows)
@@ -212,19 +211,13 @@ class ChessTask:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
         return {name: int(term.items(batch).sum()) for name, term in self.terms.items()}
 
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """Sums of the active terms and of their metrics; rows with hidden squares count for `ssl_piece` only."""
         return self.loss(self.forward(model, batch, active), batch, active)
 
-    def loss(
-        self, out: dict[str, Any], batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def loss(self, out: dict[str, Any], batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """`losses` from the outputs of `forward`."""
-        sums: Sums = {}
-        metrics: Sums = {}
-        terms = self.terms
+        sums, metrics, terms = Sums(), Sums(), self.terms
         with torch.autocast(batch["pieces"].device.type, enabled=False):
             for name in sorted(active):
                 sums[name], of_term = terms[name].loss(out, batch)
@@ -413,14 +406,6 @@ def _squares(head: str, batch: Batch) -> Tensor:
     return visible_rows(batch)[:, None, None].expand(-1, 8, 8)
 
 
-def _moves_left_rows(batch: Batch) -> Tensor:
-    return visible_rows(batch) & batch["moves_left"].gt(0)
-
-
-def _moves_left_loss(out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-    return losses.moves_left_loss(out["moves_left"], batch["moves_left"], _moves_left_rows(batch))
-
-
 def _rows_with_moves(batch: Batch) -> Tensor:
     return soft.policy_rows(batch["policy_index"], visible_rows(batch))
 
@@ -433,7 +418,7 @@ def _custom_loss(name: str, function: Callable[..., Any], out: dict[str, Any], b
     return loss, {metric: value.detach().float() for metric, value in metrics.items()}
 
 
-@functools.cache
+@cache
 def device_table(make: Callable[..., Any], device: str, *arguments: str) -> Tensor:
     """A table on a device, cached; a normal tensor even in inference mode, so that training can use it."""
     with torch.inference_mode(False):
