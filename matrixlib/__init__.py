@@ -4,13 +4,10 @@
 >>> net.evaluate("r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3")[0].best
 """
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matrixlib.runs.run import Run
 
 
@@ -24,7 +21,7 @@ def load(run: str | Path, **options: Any) -> Any:
     return load_network(run, **options)
 
 
-def open_run(preset: str = "demo", **options: Any) -> Run:
+def open_run(preset: str = "demo", **options: Any) -> "Run":
     """Start or resume a run of a preset; see `matrixlib.runs.run.open_run`."""
     from matrixlib.runs.run import open_run as open_one
 

@@ -4,14 +4,12 @@ Defaults are in the schema only; a preset in ``params/`` names what differs, and
 Unknown, duplicate and mistyped keys are errors that name the key and a fix. A task's own sections are in its folder.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -21,11 +19,6 @@ from matrixlib.files import NAME_BYTES, PARAMS
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names each key and what to do."""
-
-
-def _number(value: Any) -> Any:
-    """Text as a float where it is one: PyYAML reads ``3e-4`` as a string."""
-    return float(value) if isinstance(value, str) else value
 
 
 def _readable(path: str) -> str:
@@ -46,7 +39,8 @@ def _writable(path: str) -> str:
 
 InputFile = Annotated[str, AfterValidator(_readable)]  # "" for none
 OutputFile = Annotated[str, AfterValidator(_writable)]
-Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+_number = BeforeValidator(lambda value: float(value) if isinstance(value, str) else value)  # PyYAML reads 3e-4 as text
+Real = Annotated[float, _number, Field(allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 NonNegative = Annotated[Real, Field(ge=0)]
 Fraction = Annotated[Real, Field(ge=0, le=1)]
@@ -135,7 +129,7 @@ class OptimConfig(Section):
     swa_interval: Count = option(10, "updates between averaged weights (SWA)")
 
     @model_validator(mode="after")
-    def _fits_its_schedule(self) -> OptimConfig:
+    def _fits_its_schedule(self) -> Self:
         if self.optimiser == "schedule_free" and (self.schedule != "constant" or not self.beta1 or self.swa):
             raise ValueError(
                 "schedule_free averages in place of a decay: set optim.schedule to constant, beta1 above 0 and swa to 0"
@@ -267,9 +261,6 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
 
-# Reading
-
-
 class _UniqueLoader(yaml.SafeLoader):
     """SafeLoader that rejects duplicate keys: PyYAML silently keeps the last."""
 
@@ -389,7 +380,6 @@ def dump(config: Section) -> dict[str, Any]:
 
 
 def to_yaml(config: Section) -> str:
-    """YAML text of a configuration."""
     return yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True)
 
 

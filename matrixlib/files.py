@@ -1,7 +1,5 @@
 """Atomic files, standard folders, and worker processes that end with their parent."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import json
@@ -13,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import platformdirs
-
-if TYPE_CHECKING:
-    from filelock import AcquireReturnProxy, FileLock
+import psutil
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent  # None if installed, with presets and notebooks
@@ -130,8 +127,6 @@ def make_folder(folder: Path) -> None:
 
 def exclusive(lock: FileLock, refusal: Exception) -> AcquireReturnProxy:
     """Take a lock, for `with` or until `release`; raises `refusal` if another process holds it."""
-    from filelock import Timeout
-
     try:
         return lock.acquire(timeout=0)
     except Timeout:
@@ -200,8 +195,6 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def remove_leftovers(path: Path) -> None:
     """Remove temporaries of `path` (`name.<process id>.tmp`) of killed processes."""
-    import psutil
-
     for left in path.parent.glob(f"{path.name}.*.tmp"):
         number = left.name.split(".")[-2]
         if not (number.isdecimal() and psutil.pid_exists(int(number))):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import Field, Json, TypeAdapter, ValidationError
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
 from matrixlib.files import from_home, read_json, remove_leftovers, write_text
@@ -50,34 +50,23 @@ class CatalogueError(ValueError):
 @dataclass(frozen=True)
 class ShardRow:
     """One shard. name: path inside the folder (with /); bytes: its size; remote: the catalogue's folder if the shard
-    lies elsewhere (see `matrixlib.data.remote.local_path`)."""
+    lies elsewhere (see `matrixlib.data.remote.local_path`). Stored rows are untrusted, so validated: paths are made of
+    name and hash."""
 
-    name: str
+    name: Annotated[str, Field(strict=True, pattern=r"\.npz$")]
     path: Path
-    split: str
-    source: str
-    count: int
-    bytes: int
-    sha256: str
+    split: Literal["train", "validation"]
+    source: Annotated[str, Field(strict=True)]
+    count: Annotated[int, Field(strict=True, gt=0)]
+    bytes: Annotated[int, Field(strict=True, le=LARGEST)]
+    sha256: Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
     state: State
-    reason: str
-    quality: Mapping[str, Any]
+    reason: Annotated[str, Field(strict=True)]
+    quality: Json[dict[str, Any]]
     remote: Path | None = None
 
 
-class _Columns(BaseModel):
-    """Schema of a stored row, which is untrusted: paths are made of name and hash."""
-
-    model_config = ConfigDict(strict=True)
-    name: Annotated[str, Field(pattern=r"\.npz$")]
-    split: Literal["train", "validation"]
-    source: str
-    count: Annotated[int, Field(gt=0)]
-    bytes: Annotated[int, Field(le=LARGEST)]
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    state: State
-    reason: str
-    quality: Json[dict[str, Any]]
+_validated = TypeAdapter(ShardRow).validate_python
 
 
 def _values(row: ShardRow | Log) -> list[Any]:
@@ -145,7 +134,7 @@ class Catalogue:
         ]
 
     def quarantine(self, name: str, reason: str) -> None:
-        row = _quarantined(self._named(name), reason)
+        row = replace(self._named(name), state="quarantined", reason=reason)
         if self.writable:
             write_text(reason_file(row.path), reason)  # replaces links instead of following them
         self._put([row])
@@ -172,7 +161,7 @@ class Catalogue:
                 db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
-        self._put([replace(self._named(name), quality=quality)])
+        self._put([replace(self._named(name), quality=dict(quality))])
 
     def hash(self) -> str:
         """Hex digest over the healthy shards: names, splits, sources, counts, contents."""
@@ -250,7 +239,7 @@ class Catalogue:
             self._say(f"{row.path}: was not in the catalogue; added as {row.state}")
         for name, row in rows.items():
             if row.state == "healthy" and (reason := _unfit(row)):
-                after, text = _quarantined(row, reason), f"{reason}; quarantined"
+                after, text = replace(row, state="quarantined", reason=reason), f"{reason}; quarantined"
             elif name in files and row.reason == MISSING and not self._check(row):
                 after, text = replace(row, state="healthy", reason=""), "is back and whole; used again"
             else:
@@ -275,7 +264,7 @@ class Catalogue:
                 continue
             row = self._row(name, info)
             reason = f"'{damaged}' is damaged (zip checksum)" if damaged else _note(row.path)
-            rows.append(_quarantined(row, reason) if reason else row)
+            rows.append(replace(row, state="quarantined", reason=reason) if reason else row)
         return rows
 
     def _row(self, name: str, info: ShardInfo) -> ShardRow:
@@ -331,18 +320,14 @@ class JoinedCatalogue(Catalogue):
         self._rows = {row.name: row for row in rows}
 
 
-def _quarantined(row: ShardRow, reason: str) -> ShardRow:
-    return replace(row, state="quarantined", reason=reason)
-
-
 def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
     try:
-        facts = _Columns.model_validate(dict(zip(COLUMNS, columns, strict=True))).model_dump()
+        row = _validated({"path": folder, **dict(zip(COLUMNS, columns, strict=True))})
     except ValidationError:
         return None
-    if not _is_inside(facts["name"], folder) or facts["count"] > facts["bytes"]:
+    if not _is_inside(row.name, folder) or row.count > row.bytes:
         return None
-    return ShardRow(path=folder / facts["name"], **facts)
+    return replace(row, path=folder / row.name)
 
 
 def _is_inside(name: str, folder: Path) -> bool:

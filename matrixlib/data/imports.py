@@ -205,9 +205,8 @@ class ImportReport:
             lines += [f"  {title}: {count:,} {reason}" for reason, count in sorted(counts.items())]
         lines += [f"  outlier: {outlier}" for outlier in self.outliers] + [f"  {remark}" for remark in self.remarks]
         fresh, seconds = self.fresh_entries, self.seconds
-        lines += [] if fresh else ["nothing new: all of it had been imported before"]
         rate = f"{fresh:,} of them read now, in {seconds:.1f} s ({fresh / seconds:,.0f} entries/s)"
-        return "\n".join([*lines, *([rate] if fresh else [])])
+        return "\n".join([*lines, rate if fresh else "nothing new: all of it had been imported before"])
 
 
 @contextmanager

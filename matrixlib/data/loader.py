@@ -15,10 +15,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import Self
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -214,8 +216,8 @@ class Loader:
             if lacking := set(weights) - {row.source for row in shards}:
                 raise LoaderError(f"no healthy shard of source '{min(lacking)}', which has a weight")
         self._window = window_blocks * len(weights or (0,))  # blocks, at most as many shards, in use at a time
-        self._reader = Reader(shards, layout, limit, bool(weights), sidecars, 2 * self._window, before, last_of)
-        orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
+        self.reader = Reader(shards, layout, limit, bool(weights), sidecars, 2 * self._window, before, last_of)
+        orders = [Order(first, seed, phase, window_blocks) for first in self.reader.firsts()]
         self._order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._prepare, self._ranks, self._seed, self._phase = prepare, ranks, seed, phase
         self._skip = merge_ranges(skip)
@@ -225,7 +227,7 @@ class Loader:
         self._stats: dict[str, float] = {}
         self._only: np.ndarray | None = None
         self.batch_size = batch_size
-        self.count = self._reader.count
+        self.count = self.reader.count
         self.per_epoch = -(-self.count // batch_size)
 
     def unskipped_index(self, i: int) -> int:
@@ -239,7 +241,7 @@ class Loader:
 
     def _batches(self) -> BatchMaker:
         """The endless stream of shuffled epochs without skipped batches."""
-        order, skip, size, count = self._order, self._skip, self.batch_size, self._reader.count
+        order, skip, size, count = self._order, self._skip, self.batch_size, self.reader.count
         key = ordering.PREPARE, self._seed, self._phase
 
         def rows(i: int) -> np.ndarray:
@@ -250,16 +252,16 @@ class Loader:
             number = unskipped(skip, i)
             return generator(*key, number * size // count, number)
 
-        return BatchMaker(self._reader, self._prepare, self._ranks, rows, stream)
+        return BatchMaker(self.reader, self._prepare, self._ranks, rows, stream)
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """(N, ...) results of `look` on the records of all rows, in order, in chunks."""
         parts = np.array_split(np.arange(self.count), -(-self.count // ROWS_AT_ONCE))
-        return np.concatenate([look(self._reader.gather(part, records=True)["records"]) for part in parts])
+        return np.concatenate([look(self.reader.gather(part, records=True)["records"]) for part in parts])
 
     def of_sources(self) -> dict[str, np.ndarray]:
         """Source -> mask (N,) of its rows."""
-        sources, counts = [row.source for row in self._reader.shards], np.diff(self._reader.start)
+        sources, counts = [row.source for row in self.reader.shards], np.diff(self.reader.start)
         return {name: np.repeat([own == name for own in sources], counts) for name in sorted(set(sources))}
 
     def only(self, keep: np.ndarray) -> Self:
@@ -277,12 +279,12 @@ class Loader:
 
     def records(self, number: int) -> Batch:
         """Stored rows of an unskipped batch number, unprepared: evidence after a blow-up."""
-        return self._reader.gather(self.skipping(())._batches().rows(number))
+        return self.reader.gather(self.skipping(())._batches().rows(number))
 
     def batch(self, i: int) -> Arrays:
         """Batch i prepared in this process; arrays (B, ...)."""
         arrays = self._batches().arrays(i)
-        self._report(self._reader.new_damage())
+        self._report(self.reader.new_damage())
         return arrays
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
@@ -293,24 +295,18 @@ class Loader:
     def sequential(self, batch_size: int, sample: int = 0) -> BatchSequence:
         """Every row once, in order; the last batch may be short. sample > 0: a fixed random subset by seed."""
         kept = np.arange(self.count) if self._only is None else self._only
-        seed, ranks = self._seed, self._ranks
+        ranks, stream = self._ranks, partial(generator, ordering.SEQUENTIAL, self._seed)
         if 0 < sample < len(kept):
-            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(ordering.SAMPLE, seed)))]
+            kept = kept[np.sort(permute(np.arange(sample), len(kept), make_key(ordering.SAMPLE, self._seed)))]
 
         def rows(i: int) -> np.ndarray:
             return kept[i * batch_size : (i + 1) * batch_size]
 
-        def stream(i: int) -> np.random.Generator:
-            return generator(ordering.SEQUENTIAL, seed, i)
-
-        source = BatchMaker(self._reader, self._prepare, ranks, rows, stream)
+        source = BatchMaker(self.reader, self._prepare, ranks, rows, stream)
         whole, rest = divmod(len(kept), batch_size)
         length = whole + (rest > ranks.rank)  # without a last batch that has no row of this rank
         workers = self._workers if length >= MIN_WORKER_BATCHES else 0
         return BatchSequence(length, lambda: self._iterate(source, range(length), workers))
-
-    def rows_in(self, name: str, block: int) -> int:
-        return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
         return self._stats
@@ -331,14 +327,14 @@ class Loader:
 
     def check_cache(self) -> None:
         """RemoteError if the shards in one shuffle window do not fit in the cache."""
-        if self._reader.remote is not None:
-            self._reader.remote.check_room([row.bytes for row in self._reader.shards], self._window)
+        if self.reader.remote is not None:
+            self.reader.remote.check_room([row.bytes for row in self.reader.shards], self._window)
 
     def _iterate(self, source: BatchMaker, numbers: range, workers: int) -> Iterator[Tensors]:
         """Batches by number; remote shards are prefetched."""
         here = (self._unpack(source.item(i)) for i in numbers)
         batches = self._from_workers(source, numbers, workers) if workers else here
-        reader, remote = self._reader, self._reader.remote
+        reader, remote = self.reader, self.reader.remote
         if remote is None:
             return batches
         if not self._window:
@@ -349,8 +345,6 @@ class Loader:
         return fetch_ahead(batches, remote, reader.shards, wanted, ahead)
 
     def _from_workers(self, source: BatchMaker, numbers: range, workers: int) -> Generator[Tensors, None, None]:
-        import cloudpickle
-
         try:
             data = cloudpickle.dumps(source)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -106,11 +106,13 @@ class ShardInfo:
 
 def ragged_rows(offset: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Items of the rows `indices` (B,) of a group: (positions (K,), new offset (B+1,))."""
-    start = offset[indices]
-    length = offset[indices + 1] - start
-    out = np.zeros(len(indices) + 1, OFFSET)
-    np.cumsum(length, out=out[1:])
-    return np.arange(out[-1], dtype=OFFSET) + np.repeat(start - out[:-1], length), out
+    return ranges(offset[indices], offset[indices + 1])
+
+
+def ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(start[0]..stop[0]-1, start[1]..stop[1]-1, ... (K,), offset of each range (B+1,))."""
+    offset = np.concatenate([[0], np.cumsum(stop - start)]).astype(OFFSET)
+    return np.arange(offset[-1], dtype=OFFSET) + np.repeat(start - offset[:-1], stop - start), offset
 
 
 def select(batch: Batch, indices: np.ndarray, layout: Layout) -> Batch:
@@ -196,7 +198,13 @@ def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
     arrays |= {"block_crc": np.array(columns, "<u4").T, "meta": np.frombuffer(text, np.uint8)}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
-            _write_member(archive, file, name, array)
+            info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))  # the same bytes at any time
+            zip64 = 20  # bytes of the extra field that force_zip64 adds
+            start = file.tell() + LOCAL_HEADER.size + len(info.filename) + zip64 + 4
+            padding = -start % ALIGN
+            info.extra = struct.pack("<HH", PADDING_ID, padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=True) as member:
+                npy.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
     return file.getvalue()
 
 
@@ -212,17 +220,6 @@ def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[st
     ours = {"format": FORMAT, "task": layout.task, "version": layout.version, "layout": layout.describe()}
     ours |= {"count": len(batch["records"]), "sizes": sizes}
     return {"created": created, **meta, **ours}
-
-
-def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np.ndarray) -> None:
-    """Store one array as `name`.npy, aligned, with a fixed time stamp."""
-    info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-    zip64 = 20  # bytes of the extra field that force_zip64 adds
-    start = file.tell() + LOCAL_HEADER.size + len(info.filename) + zip64 + 4
-    padding = -start % ALIGN
-    info.extra = struct.pack("<HH", PADDING_ID, padding) + bytes(padding)
-    with archive.open(info, "w", force_zip64=True) as member:
-        npy.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
 
 
 def read_info(path: Path | str) -> ShardInfo:

@@ -1,7 +1,5 @@
 """Parts of a training that a caller (a cell, say) provides: heads, trunk, losses, schedule, optimizer."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib
@@ -26,10 +24,10 @@ class Parts:
     update index (from 0) -> learning rate. optimizer: parameter groups -> `torch.optim.Optimizer`."""
 
     heads: tuple[Any, ...] = ()
-    trunk: Callable[[Any], nn.Module] | None = None
+    trunk: "Callable[[Any], nn.Module] | None" = None
     losses: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     schedule: Callable[[int], float] | None = None
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
+    optimizer: "Callable[[list[dict[str, Any]]], Optimizer] | None" = None
 
     def __bool__(self) -> bool:
         return bool(self.named())

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
@@ -37,7 +36,7 @@ class LinearRows(TorchFunctionMode):
         self.rows = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear:
+        if func is nn.functional.linear:
             self.rows = max(self.rows, args[0].numel() // max(1, args[0].shape[-1]))
         return func(*args, **(kwargs or {}))
 

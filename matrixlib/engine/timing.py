@@ -1,7 +1,5 @@
 """Where training time goes: seconds by phase of an update, and a warning when the loader is too slow."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque
@@ -50,7 +48,7 @@ class Throughput:
 class Clock:
     """Seconds by phase: on a GPU by events, possibly one update late; elsewhere by the host clock."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: "torch.device") -> None:
         self._device = device
         self._seconds: dict[str, float] = {}
         self._events: deque[tuple[str, Any, Any]] = deque()
@@ -85,20 +83,21 @@ class Clock:
 def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
     """The same updates; the `TRACED` after update `after` (0 = none) are recorded as a Chrome trace."""
     with contextlib.ExitStack() as stack:
-        recorder: torch.profiler.profile | None = None
+        recording = False
         for stats in updates:
             yield stats
             if after and stats.step == after:
                 import torch  # not at the top: whoever reads times does not need it
 
                 write = partial(torch.profiler.profile.export_chrome_trace, path=str(path))
-                recorder = stack.enter_context(torch.profiler.profile(on_trace_ready=write))
-            elif recorder is not None and stats.step >= after + TRACED:
+                stack.enter_context(torch.profiler.profile(on_trace_ready=write))
+                recording = True
+            elif recording and stats.step >= after + TRACED:
                 stack.close()
-                recorder = None
+                recording = False
 
 
-def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     """Seconds of each phase by row of metrics.jsonl, NaN where absent; `other` is the rest of the update. Checkpoints
     appear in the next row. Where a GPU works while the host is elsewhere, `read` waits for phases counted by
     themselves; any excess is removed proportionally."""

@@ -119,8 +119,7 @@ def rng_state(device: torch.device) -> Tensor | None:
     """State (uint8, CPU) of the device's random stream; None for the CPU. Does not synchronise."""
     if device.type == "cpu":
         return None
-    state: Tensor = _module(device).get_rng_state(*([device] if device.type in DISCRETE else []))
-    return state
+    return _module(device).get_rng_state(*([device] if device.type in DISCRETE else []))
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:

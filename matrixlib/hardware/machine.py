@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is Arm's
 INSTRUCTIONS = (
     *("avx", "avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512_vnni", "avx512_fp16"),
@@ -174,8 +176,6 @@ def quota(cgroups: Path = CGROUP_TREE, membership: Path = CGROUP_MEMBERSHIP) -> 
 
 def memory(cgroups: Path = CGROUP_TREE, membership: Path = CGROUP_MEMBERSHIP) -> int:
     """Bytes of memory that this process may use."""
-    import psutil
-
     limits = [int(psutil.virtual_memory().total)]
     for folder in _groups(cgroups, membership, "memory"):
         texts = (_read(folder / file) for file in ("memory.max", "memory.limit_in_bytes"))

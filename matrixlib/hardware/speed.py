@@ -49,13 +49,11 @@ def bf16_gain(device: str, seconds: float = 0.3) -> tuple[float, float]:
 
     Robust on a busy machine: short alternating pieces (on the CPU at most 1 ms, one thread), and the best of each.
     """
-    import torch
-
     kinds: dict[str, tuple[float, Callable[[], object]]] = {}
     side, boards = PIECE[device == "cpu"]
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        kinds[f"product {name}"] = _product(device, dtype, side)
-        kinds[f"convolution {name}"] = _convolution(device, dtype, boards)
+    for dtype in ("fp32", "bf16"):
+        kinds[f"product {dtype}"] = _product(device, dtype, side)
+        kinds[f"convolution {dtype}"] = _convolution(device, dtype, boards)
     best = _best(kinds, device, 1, seconds)
     return best["product bf16"] / best["product fp32"], best["convolution bf16"] / best["convolution fp32"]
 
@@ -65,13 +63,10 @@ def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> 
 
     Best of about `seconds` (two products or more) of matrices that take up to a quarter of it; fp32 as TF32 is set.
     """
-    import torch
-
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     sides, repeat = (SIDES, 1) if device == "cpu" else (SIDES[1:], REPEAT)
-    small = 1e9 * _best({dtype: _product(device, kind, sides[0])}, device, threads, 0.0)[dtype]
+    small = 1e9 * _best({dtype: _product(device, dtype, sides[0])}, device, threads, 0.0)[dtype]
     fit = [n for n in sides if 2.0 * n**3 * repeat / small <= seconds / 4]
-    largest = _product(device, kind, max(fit, default=sides[0]))
+    largest = _product(device, dtype, max(fit, default=sides[0]))
     return round(_best({dtype: largest}, device, threads, seconds)[dtype], 1)
 
 
@@ -95,30 +90,28 @@ def _best(kinds: Kinds, device: str, threads: int, seconds: float) -> dict[str, 
         torch.set_num_threads(before)
 
 
-def _product(device: str, dtype: Any, n: int) -> tuple[float, Callable[[], object]]:
+def _product(device: str, dtype: str, n: int) -> tuple[float, Callable[[], object]]:
     """(FLOP, call) of a square matrix product.
 
     Random numbers: constant ones draw so little power that a GPU clocks an eighth higher.
     """
-    import torch
-
     a, b = _noise(device, dtype, n, n), _noise(device, dtype, n, n)
-    return 2.0 * n**3, lambda: torch.mm(a, b)
+    return 2.0 * n**3, lambda: a @ b
 
 
-def _convolution(device: str, dtype: Any, boards: int) -> tuple[float, Callable[[], object]]:
+def _convolution(device: str, dtype: str, boards: int) -> tuple[float, Callable[[], object]]:
     """(FLOP, call) of a 3x3 convolution on `boards` boards with 96 channels, forward and backward."""
     import torch
-    from torch.nn import functional
 
     x, w = (_noise(device, dtype, *shape).requires_grad_() for shape in ((boards, 96, 8, 8), (96, 96, 3, 3)))
     flops = 3 * 2.0 * boards * 64 * 96 * 96 * 9
-    return flops, lambda: torch.autograd.grad(functional.conv2d(x, w, padding=1).sum(), (x, w))
+    return flops, lambda: torch.autograd.grad(torch.conv2d(x, w, padding=1).sum(), (x, w))
 
 
-def _noise(device: str, dtype: Any, *shape: int) -> Any:
+def _noise(device: str, dtype: str, *shape: int) -> Any:
     """Normal numbers from a separate stream, not a run's."""
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    return torch.randn(shape, generator=generator, device=device).to(kind)

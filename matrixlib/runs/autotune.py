@@ -1,7 +1,5 @@
 """Measured when a run starts: whether device and dtype agree with the CPU, and how many updates fit."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -49,7 +47,7 @@ def checked_runtime(data: RunData, requested: Config) -> RunData:
 
 
 def working_runtime(
-    runtime: runtimes.Runtime, task: Task, batch: Callable[[], Batch], config: Config, requested: Config
+    runtime: runtimes.Runtime, task: "Task", batch: "Callable[[], Batch]", config: Config, requested: Config
 ) -> tuple[runtimes.Runtime, int, list[str]]:
     """(runtime whose update matches the CPU's, largest number of linear-layer rows per row (0 if not tried), messages).
 

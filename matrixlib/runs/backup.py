@@ -108,7 +108,7 @@ class Backup:
             kept[name] = self._sent[key]
         manifest = {"run": self.folder.name, "started": self._started(), "time": files.utc_now(), "files": kept}
         self._there.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-        for old in there.keys() - {sha256 for sha256, _ in kept.values()}:
+        for old in there.keys() - {MANIFEST, *(sha256 for sha256, _ in kept.values())}:
             self._there.remove(old)
 
     def _paths(self) -> Iterator[Path]:
@@ -141,7 +141,7 @@ class _Place:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest, {} if there is none."""
-        if MANIFEST not in self._listed():
+        if MANIFEST not in self.sizes():
             return {}
         try:
             data = json.loads(self.read(MANIFEST, MANIFEST_BYTES))
@@ -154,10 +154,8 @@ class _Place:
         return data
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file but the manifest."""
-        return {name: size for name, size in self._listed().items() if name != MANIFEST}
+        """Bytes of each file."""
 
-    def _listed(self) -> dict[str, int]:
         def look(url: str) -> list[dict[str, Any]]:
             self._remote.fs.invalidate_cache()
             try:

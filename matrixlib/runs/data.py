@@ -209,7 +209,7 @@ class RunData:
         """Share of the "train" or "validation" rows read so far that were corrupt."""
         loader, lost = self.training if split == "train" else self.validation, self._lost[split]
         whole = {name for name, block in lost if block == WHOLE}
-        rows = (loader.rows_in(name, block) for name, block in lost if block == WHOLE or name not in whole)
+        rows = (loader.reader.rows_in(name, block) for name, block in lost if block == WHOLE or name not in whole)
         return sum(rows) / loader.count
 
     def _say(self, text: str) -> None:

@@ -61,7 +61,9 @@ def _in_processes(
     parts: Iterable[tuple[K, Part]], shared: Sequence[Any], workers: int, log: Path | None
 ) -> Generator[tuple[K, Any], None, None]:
     context, others = worker_context(), set(multiprocessing.active_children())
-    arguments = (pickle.dumps(tuple(shared)), context.Value("i", 0), _gpus(), log)
+    gpus, count = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), backend.device_count()
+    gpus = gpus if len(gpus) == count else [str(number) for number in range(count)]
+    arguments = (pickle.dumps(tuple(shared)), context.Value("i", 0), gpus, log)
     pool = ProcessPoolExecutor(workers, context, _begin, arguments)
     todo, running = iter(parts), dict[Future[Any], K]()
     try:
@@ -83,14 +85,9 @@ def _in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _gpus() -> list[str]:
-    """This machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
-    names, count = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), backend.device_count()
-    return names if len(names) == count else [str(number) for number in range(count)]
-
-
 def _begin(shared: bytes, started: Any, gpus: Sequence[str], log: Path | None) -> None:
-    """Initialise a worker process with one GPU. started: number of workers so far."""
+    """Initialise a worker process with one GPU. started: number of workers so far. gpus: this machine's, as
+    CUDA_VISIBLE_DEVICES takes them."""
     global _shared
     files.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -116,8 +113,12 @@ def _on_ray(
     try:
         handles, remote = [ray.put(value) for value in shared], ray.remote(_task)
         while True:
-            nodes = [node["Resources"].get("GPU" if gpu else "CPU", 0) for node in ray.nodes() if node["Alive"]]
-            room, threads = _slots([int(count) for count in nodes if count], workers, gpu)
+            found = [node["Resources"].get("GPU" if gpu else "CPU", 0) for node in ray.nodes() if node["Alive"]]
+            nodes = [int(count) for count in found if count]
+            # threads of a part: as many as fit all `workers`
+            threads = 1 if gpu or not (workers and nodes) else max(1, min(nodes) // -(-workers // len(nodes)))
+            room = sum(count // threads for count in nodes)
+            room = min(room, workers or room)
             if not (room or running):
                 raise FleetError(
                     f"no node of the Ray cluster has {'GPUs' if gpu else 'threads'} for this (`ray status` lists "
@@ -154,13 +155,6 @@ def _connect() -> Any:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # restore: Ray's would keep trainings from saving
     return ray
-
-
-def _slots(nodes: Sequence[int], workers: int, gpu: bool) -> tuple[int, int]:
-    """(parts at once, threads of each) on nodes with these threads or GPUs: as many as fit all `workers`."""
-    threads = 1 if gpu or not (workers and nodes) else max(1, min(nodes) // -(-workers // len(nodes)))
-    room = sum(count // threads for count in nodes)
-    return min(room, workers or room), threads
 
 
 def _task(part: Part, reports: str, *shared: Any) -> Any:

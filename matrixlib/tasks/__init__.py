@@ -1,7 +1,5 @@
 """Tasks, one folder each: found by name, entry point, or import path."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -106,8 +104,8 @@ def load(
     compile: bool | str = "auto",
     task: str = "",
     heads: Sequence[Any] = (),
-    trunk: Callable[[Any], nn.Module] | None = None,
-) -> Network:
+    trunk: "Callable[[Any], nn.Module] | None" = None,
+) -> "Network":
     """The network of a run of any task, EMA weights if the run has them; `run` as for `find_run`.
 
     Or a network file: Lc0's `.pb.gz`, Matrix0's `.pt`, or an ONNX file written by `export`. checkpoint: `best`,
@@ -127,7 +125,7 @@ def load(
     return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile, parts)
 
 
-def open_file(path: Path, device: str = "auto", compile: bool | str = "auto", task: str = "") -> Network:
+def open_file(path: Path, device: str = "auto", compile: bool | str = "auto", task: str = "") -> "Network":
     """The network in a file, by the first task that reads it. ValueError if none does, or it is damaged."""
     for name in (task,) if task else TASKS:
         net = get_task(name).open_file(path, device, compile)

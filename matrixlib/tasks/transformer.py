@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import cast
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class Block(nn.Module):
@@ -25,6 +24,6 @@ class Block(nn.Module):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """x (B, L, W) after attention of L queries to the keys, and MLP."""
         drop = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self.drop(self.outer(functional.gelu(self.inner(self.norm2(x)))))
+        return x + self.drop(self.outer(nn.functional.gelu(self.inner(self.norm2(x)))))

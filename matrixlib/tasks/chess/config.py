@@ -5,20 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from matrixlib.config import (
-    SEVERAL,
-    Config,
-    CountOrZero,
-    DataConfig,
-    Fraction,
-    NonNegative,
-    Positive,
-    Real,
-    Section,
-    Source,
-    Width,
-    option,
-)
+from matrixlib import config as configuration
+from matrixlib.config import Config, CountOrZero, Fraction, NonNegative, Positive, Real, Section, Width, option
 from matrixlib.engine.curriculum import SourceCurriculumConfig
 
 Activation = Literal["silu", "relu", "gelu", "mish"]
@@ -236,8 +224,10 @@ class TeacherConfig(Section):
         return self
 
 
-class ChessDataConfig(DataConfig):
-    source: Source = option("sample", f"`sample` (shipped with the package) or a folder of shards; {SEVERAL}")
+class ChessDataConfig(configuration.DataConfig):
+    source: configuration.Source = option(
+        "sample", f"`sample` (shipped with the package) or a folder of shards; {configuration.SEVERAL}"
+    )
     mirror: bool = option(True, "random left-right mirroring of positions without castling rights")
     hidden_rows: Fraction = option(0.25, "fraction of positions with hidden squares, which train a `piece` head only")
     hidden_squares: Fraction = option(0.3, "fraction of their squares that is hidden")

@@ -144,11 +144,17 @@ def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, options: LossConfig
     return sums(loss, rows, _moments((value.detach() + 1) / 2, (result + 1) / 2))
 
 
-def moves_left_loss(plies: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums]:
-    """Huber loss of predicted plies (B,), in units of MOVES_LEFT_SCALE, over `rows`. Metric: `error` in plies."""
-    scaled, delta = (plies.float() - target) / MOVES_LEFT_SCALE, MOVES_LEFT_DELTA / MOVES_LEFT_SCALE
+def moves_left_rows(batch: Mapping[str, Tensor]) -> Tensor:
+    """Mask (B,) of the rows with a known end of the game."""
+    return visible_rows(batch) & batch["moves_left"].gt(0)
+
+
+def moves_left_loss(out: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> tuple[Tensor, Sums]:
+    """Huber loss of predicted plies (B,), in units of MOVES_LEFT_SCALE. Metric: `error` in plies."""
+    scaled = (out["moves_left"].float() - batch["moves_left"]) / MOVES_LEFT_SCALE
+    delta = MOVES_LEFT_DELTA / MOVES_LEFT_SCALE
     loss = F.huber_loss(scaled, torch.zeros_like(scaled), reduction="none", delta=delta)
-    return sums(loss, rows, {"error": MOVES_LEFT_SCALE * scaled.abs()})
+    return sums(loss, moves_left_rows(batch), {"error": MOVES_LEFT_SCALE * scaled.abs()})
 
 
 def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor, Sums]:

@@ -46,33 +46,23 @@ def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
         board = board * (1 - unpack_maps(batch["hidden"])).unsqueeze(1)
     rights = torch.arange(4, dtype=torch.int16, device=device)
     castling = (state[:, CASTLING, None] >> rights & 1).float()
+    clock = state[:, HALFMOVE, None].float()
     if encoding == "oriented":
-        file = torch.arange(8, dtype=torch.int16, device=device)
-        clock = state[:, HALFMOVE, None].float() / 100
-        scalars = torch.cat([state[:, REPETITION, None].float() / 2, castling, torch.zeros_like(clock), clock], dim=1)
-        out = torch.cat([board, _constant_planes(scalars)], dim=1)
-        out[:, 17, 5] = state[:, EN_PASSANT, None].eq(file)
-        return out
-    black = state[:, SIDE].ne(0)
-    # Row 0 is rank 8: flip White's board; Black's is mirrored already and only swaps colours
-    turned = torch.cat([board[:, 6:], board[:, :6]], dim=1)
-    board = torch.where(black[:, None, None, None], turned, board.flip(2))
-    castling = torch.where(black[:, None], castling.roll(2, dims=1), castling)
-    full_move = torch.div(state[:, PLY, None].int() & 0xFFFF, 2, rounding_mode="floor") + 1
-    scalars = torch.cat(
-        [
-            (~black)[:, None].float(),
-            castling,
-            state[:, HALFMOVE, None].float().clamp(max=99) / 99,
-            full_move.float().clamp(max=199) / 199,
-        ],
-        dim=1,
-    )
-    return torch.cat([board, _constant_planes(scalars)], dim=1)
-
-
-def _constant_planes(values: Tensor) -> Tensor:
-    return values[:, :, None, None].expand(-1, -1, 8, 8)
+        scalars = [state[:, REPETITION, None].float() / 2, castling, torch.zeros_like(clock), clock / 100]
+    else:
+        black = state[:, SIDE].ne(0)
+        # Row 0 is rank 8: flip White's board; Black's is mirrored already and only swaps colours
+        turned = torch.cat([board[:, 6:], board[:, :6]], dim=1)
+        board = torch.where(black[:, None, None, None], turned, board.flip(2))
+        castling = torch.where(black[:, None], castling.roll(2, dims=1), castling)
+        full_move = torch.div(state[:, PLY, None].int() & 0xFFFF, 2, rounding_mode="floor") + 1
+        full_move = full_move.float().clamp(max=199) / 199
+        scalars = [(~black)[:, None].float(), castling, clock.clamp(max=99) / 99, full_move]
+    constant = torch.cat(scalars, dim=1)[:, :, None, None].expand(-1, -1, 8, 8)
+    out = torch.cat([board, constant], dim=1)
+    if encoding == "oriented":
+        out[:, 17, 5] = state[:, EN_PASSANT, None].eq(torch.arange(8, dtype=torch.int16, device=device))
+    return out
 
 
 def move_map(encoding: str) -> Tensor:

@@ -3,8 +3,6 @@
 They are computed on the host, after mirroring, on the oriented board.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ def target_maps(records: NDArray[np.void]) -> NDArray[np.uint8]:
     return maps.astype("<u8", copy=False).view(np.uint8).reshape(-1, len(MAPS), 8)
 
 
-def head_target(batch: Mapping[str, Tensor], head: str) -> Tensor:
+def head_target(batch: "Mapping[str, Tensor]", head: str) -> "Tensor":
     """Target (B, 8, 8) of a head on the oriented board, from a prepared batch.
 
     `piece`: classes 0-12 (12 empty). `control`: 0-2, sign(our attackers - theirs) + 1. Others: float 0 and 1.
@@ -40,7 +38,7 @@ def head_target(batch: Mapping[str, Tensor], head: str) -> Tensor:
     return 1 + maps[0] - maps[1] if head == "control" else maps[0]
 
 
-def piece_classes(given: Any) -> Tensor:
+def piece_classes(given: Any) -> "Tensor":
     """Checked class map (B, 8, 8) int64 of piece targets from elsewhere, on their device.
 
     given: classes (B, 8, 8), 0-5 our P N B R Q K, 6-11 theirs, 12 empty; or one-hot (B, 13, 8, 8); a tensor or array of

@@ -4,11 +4,10 @@ Terms: "policy", "value", "ssl_<head>" per self-supervised head; with a teacher 
 optionally "teacher_features". Batches stay packed until they are on the device: see `ChessTask.prepare`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import chess
@@ -38,13 +37,13 @@ STATE_COLUMNS = ("castling", "en_passant", "halfmove", "repetition", "side", "pl
 class Term(NamedTuple):
     """A loss term.
 
-    loss: (outputs, batch) -> (sum over items, sums of metrics). count: valid items of a host batch. floor: least sum of
-    a host batch; None where neither floor nor chance level is known.
+    loss: (outputs, batch) -> (sum over items, sums of metrics). items: mask of the valid ones of a batch. floor: least
+    sum of a host batch; None where neither floor nor chance level is known.
     """
 
     weight: float
     loss: Callable[[dict[str, Any], Batch], tuple[Tensor, Sums]]
-    count: Callable[[Batch], int]
+    items: Callable[[Batch], Tensor]
     floor: Callable[[Batch], float] | None = lambda batch: 0.0
 
 
@@ -84,23 +83,23 @@ class ChessTask:
     def terms(self) -> dict[str, Term]:
         options, teacher = self.config.loss, self.config.teacher
         terms = {
-            "policy": Term(options.policy, self._policy_loss, _count_policy_rows, self._policy_floor),
-            "value": Term(options.value, self._value_loss, self._count_value_rows, self._value_floor),
+            "policy": Term(options.policy, self._policy_loss, _policy_rows, self._policy_floor),
+            "value": Term(options.value, self._value_loss, lambda b: self.value_target(b)[1], self._value_floor),
         }
         if self.config.model.moves_left.channels:
-            terms["moves_left"] = Term(options.moves_left, _moves_left_loss, lambda b: int(_moves_left_rows(b).sum()))
+            terms["moves_left"] = Term(options.moves_left, losses.moves_left_loss, losses.moves_left_rows)
         for name in self.config.model.ssl:
-            loss, items = partial(self._ssl_loss, name), _count_hidden_squares if name == "piece" else _count_squares
-            terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, items)
+            loss, squares = partial(self._ssl_loss, name), partial(_squares, name)
+            terms[f"ssl_{name}"] = Term(getattr(options.ssl, name), loss, squares)
         if teacher.network:
-            terms["teacher_policy"] = Term(teacher.policy, self._teacher_policy_loss, _count_rows_with_moves)
-            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _count_rows)
+            terms["teacher_policy"] = Term(teacher.policy, self._teacher_policy_loss, _rows_with_moves)
+            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, visible_rows)
             if teacher.features:
-                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _count_rows, None)
-        terms |= {head.name: Term(head.weight, head.loss, _count_rows, None) for head in self.heads}
+                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, visible_rows, None)
+        terms |= {head.name: Term(head.weight, head.loss, visible_rows, None) for head in self.heads}
         for term, function in self.loss_functions.items():
-            weight, count = terms[term][::2] if term in terms else (1.0, _count_rows)
-            terms[term] = Term(weight, partial(_custom_loss, term, function), count, None)
+            weight, items = terms[term][::2] if term in terms else (1.0, visible_rows)
+            terms[term] = Term(weight, partial(_custom_loss, term, function), items, None)
         return terms
 
     @property
@@ -210,21 +209,15 @@ class ChessTask:
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
-        return {name: term.count(batch) for name, term in self.terms.items()}
+        return {name: int(term.items(batch).sum()) for name, term in self.terms.items()}
 
-    def losses(
-        self, model: nn.Module, batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """Sums of the active terms and of their metrics; rows with hidden squares count for `ssl_piece` only."""
         return self.loss(self.forward(model, batch, active), batch, active)
 
-    def loss(
-        self, out: dict[str, Any], batch: Batch, active: frozenset[str]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def loss(self, out: dict[str, Any], batch: Batch, active: frozenset[str]) -> tuple[Sums, Sums]:
         """`losses` from the outputs of `forward`."""
-        sums: Sums = {}
-        metrics: Sums = {}
-        terms = self.terms
+        sums, metrics, terms = Sums(), Sums(), self.terms
         with torch.autocast(batch["pieces"].device.type, enabled=False):
             for name in sorted(active):
                 sums[name], of_term = terms[name].loss(out, batch)
@@ -258,9 +251,6 @@ class ChessTask:
         target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
         return target, known & visible_rows(batch)
 
-    def _count_value_rows(self, batch: Batch) -> int:
-        return int(self.value_target(batch)[1].sum())
-
     def _value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         if self.config.model.value.kind == "scalar":
             return losses.scalar_loss(out["value"], *self.value_target(batch), self.config.loss)
@@ -273,13 +263,9 @@ class ChessTask:
     def _ssl_loss(self, head: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         # Targets are on the oriented board
         logits, target = self.oriented(out["ssl"][head], batch, head), ssl.head_target(batch, head)
-        if head == "piece":
-            squares = unpack_maps(batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))).bool()
-        else:
-            squares = visible_rows(batch)[:, None, None].expand(-1, 8, 8)
         if SSL_CHANNELS[head] > 1:
-            return losses.class_loss(logits, target, squares)
-        return losses.binary_loss(logits, target, squares, self._positive_weight(head))
+            return losses.class_loss(logits, target, _squares(head, batch))
+        return losses.binary_loss(logits, target, _squares(head, batch), self._positive_weight(head))
 
     def _teacher_policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         index, rows = self.network_index(batch), visible_rows(batch)
@@ -409,32 +395,19 @@ def boards_of(batch: Batch) -> list[chess.Board]:
     return [records.to_board(row) for row in rows]
 
 
-def _count_rows(batch: Batch) -> int:
-    return int(visible_rows(batch).sum())
+def _policy_rows(batch: Batch) -> Tensor:
+    return losses.policy_rows(batch["policy_index"], batch["policy_weight"], visible_rows(batch))
 
 
-def _count_squares(batch: Batch) -> int:
-    return 64 * _count_rows(batch)
+def _squares(head: str, batch: Batch) -> Tensor:
+    """Mask (B, 8, 8) of the squares that train a self-supervised head: of `piece` the hidden ones."""
+    if head == "piece":
+        return unpack_maps(batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))).bool()
+    return visible_rows(batch)[:, None, None].expand(-1, 8, 8)
 
 
-def _count_hidden_squares(batch: Batch) -> int:
-    return int(np.bitwise_count(batch["hidden"].numpy()).sum()) if "hidden" in batch else 0
-
-
-def _count_policy_rows(batch: Batch) -> int:
-    return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], visible_rows(batch)).sum())
-
-
-def _moves_left_rows(batch: Batch) -> Tensor:
-    return visible_rows(batch) & batch["moves_left"].gt(0)
-
-
-def _moves_left_loss(out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-    return losses.moves_left_loss(out["moves_left"], batch["moves_left"], _moves_left_rows(batch))
-
-
-def _count_rows_with_moves(batch: Batch) -> int:
-    return int(soft.policy_rows(batch["policy_index"], visible_rows(batch)).sum())
+def _rows_with_moves(batch: Batch) -> Tensor:
+    return soft.policy_rows(batch["policy_index"], visible_rows(batch))
 
 
 def _custom_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
@@ -445,7 +418,7 @@ def _custom_loss(name: str, function: Callable[..., Any], out: dict[str, Any], b
     return loss, {metric: value.detach().float() for metric, value in metrics.items()}
 
 
-@functools.cache
+@cache
 def device_table(make: Callable[..., Any], device: str, *arguments: str) -> Tensor:
     """A table on a device, cached; a normal tensor even in inference mode, so that training can use it."""
     with torch.inference_mode(False):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from matrixlib.tasks.latin import pool
 from matrixlib.tasks.latin.losses import digit_log_probabilities, inside, tokens, violations
@@ -50,7 +49,7 @@ def empty(cells: Tensor, size: Tensor) -> Tensor:
 def candidates(cells: Tensor, size: Tensor) -> Tensor:
     """(G, N, N, K) bool: digits allowed in each empty cell; none elsewhere."""
     side = cells.shape[1]
-    placed = functional.one_hot(cells + 1, side + 1)[..., 1:].bool()
+    placed = nn.functional.one_hot(cells + 1, side + 1)[..., 1:].bool()
     used = placed.any(1)[:, None] | placed.any(2)[:, :, None]
     known = torch.arange(side, device=cells.device) < size[:, None]
     return ~used & known[:, None, None] & empty(cells, size)[..., None]
@@ -143,25 +142,28 @@ def rates(
 
 
 def _rate(
-    model: nn.Module, pool: np.ndarray, mode: str, fill: tuple[float, float], grids: int, seed: int
+    model: nn.Module, squares: np.ndarray, mode: str, fill: tuple[float, float], grids: int, seed: int
 ) -> dict[str, Any]:
-    side, device = pool.shape[1], next(model.parameters()).device
+    side, device = squares.shape[1], next(model.parameters()).device
     rng = np.random.default_rng([seed, side, round(1000 * fill[0])])
-    square = pool[rng.integers(0, len(pool), grids)].astype(np.int64)
+    square = squares[rng.integers(0, len(squares), grids)].astype(np.int64)
     revealed = rng.uniform(*fill, grids)
     hidden = rng.random(square.shape) >= revealed[:, None, None]
     target, gap = torch.from_numpy(square).to(device), torch.from_numpy(hidden).to(device)
     cells, size = torch.where(gap, -1, target), torch.full((grids,), side, device=device)
     predict, stream = network(model, mode, side), torch.Generator(device).manual_seed(seed)
     filled = one_pass(cells, size, predict)
-    wrong = violations(filled, size)
+    wrong, exact = violations(filled, size), None
+    if side <= EXACT_SIZE and fill[0] >= EXACT_FILL:  # the most frequent digit over all completions
+        best = np.stack([pool.marginals(puzzle)[0].argmax(2) for puzzle in np.where(hidden, -1, square)])
+        exact = float(pool.is_latin(np.where(hidden, best, square)).mean())
     rate = {
         "size": side,
         "mode": mode,
         "fill": fill,
         "grids": grids,
         "valid": _share(wrong == 0),
-        "exact": exact_rate(square, hidden) if side <= EXACT_SIZE and fill[0] >= EXACT_FILL else None,
+        "exact": exact,
         "accuracy": _share((filled == target)[gap]),
         "violations": wrong.cpu().double().mean().item(),
     }
@@ -174,10 +176,3 @@ def _rate(
 
 def _share(hits: Tensor) -> float:
     return hits.cpu().double().mean().item() if hits.numel() else 1.0  # MPS has no float64
-
-
-def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
-    """Share of puzzles (G, n, n) solved by the most frequent digit over all completions in each hidden cell."""
-    cells = np.where(hidden, -1, square)
-    best = np.stack([pool.marginals(puzzle)[0].argmax(2) for puzzle in cells])
-    return float(pool.is_latin(np.where(hidden, best, square)).mean())

@@ -19,6 +19,7 @@ from numba import uint64
 from numpy.typing import NDArray
 
 from matrixlib.data.catalogue import Catalogue, mark_outliers
+from matrixlib.data.order import MIX
 from matrixlib.data.shards import Layout, Shard, ShardError, write_shard
 from matrixlib.hardware.kernels import kernel
 from matrixlib.tasks.latin.vocabulary import SIDE
@@ -190,7 +191,6 @@ LAYOUT = Layout("latin", 1, np.dtype([("size", "u1"), ("cells", "u1", (SIDE * SI
 HELD_OUT = 8  # one square in so many
 PRIME = 2**31 - 1
 CREATED = "2026-01-01T00:00:00Z"  # creation time of every pool: pools are a function of sizes, count and seed
-SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 @functools.cache
@@ -207,18 +207,13 @@ def held_out(squares: np.ndarray) -> np.ndarray:
     return total % PRIME % HELD_OUT == 0
 
 
-def random_scores(key: np.ndarray, count: int) -> np.ndarray:
-    """(B, count) uint64 random numbers from keys (B,): SplitMix64 (Steele et al. 2014)."""
-    golden, first, second = (np.uint64(number) for number in SPLITMIX)
-    z = key.astype(np.uint64)[:, None] + golden * np.arange(1, count + 1, dtype=np.uint64)
-    z = (z ^ z >> np.uint64(30)) * first
-    z = (z ^ z >> np.uint64(27)) * second
-    return z ^ z >> np.uint64(31)
-
-
 def permutations(key: np.ndarray, size: np.ndarray, side: int) -> np.ndarray:
-    """(3, B, side) three permutations of 0..size-1; places from `size` on are fixed."""
-    scores = random_scores(key, 3 * SIDE).reshape(-1, 3, SIDE)[:, :, :side]
+    """(3, B, side) three permutations of 0..size-1 from keys (B,), by SplitMix64 (Steele et al. 2014); places from
+    `size` on are fixed."""
+    z = key.astype(np.uint64)[:, None] + MIX[0] * np.arange(1, 3 * SIDE + 1, dtype=np.uint64)
+    z = (z ^ z >> np.uint64(30)) * MIX[1]
+    z = (z ^ z >> np.uint64(27)) * MIX[2]
+    scores = (z ^ z >> np.uint64(31)).reshape(-1, 3, SIDE)[:, :, :side]
     outside = np.arange(side) >= size[:, None, None]
     order = np.where(outside, np.iinfo(np.uint64).max, scores).argsort(2, kind="stable")
     return np.moveaxis(order, 1, 0)

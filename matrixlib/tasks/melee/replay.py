@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from matrixlib.data.shards import ragged_rows
 from matrixlib.tasks.melee import columns
 from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, FIRST, FOLLOWER, ITEM, PLAYER, UNKNOWN
 
@@ -208,10 +209,8 @@ def _items(frames: Any, keep: np.ndarray, ports: tuple[int, int]) -> tuple[np.nd
     if "item" not in _names(frames):
         return np.zeros(0, ITEM), False
     lists = frames.field("item")
-    offset, values = np.asarray(lists.offsets), lists.values
-    length = np.diff(offset)[keep]
-    at = np.repeat(np.arange(len(keep)), length)
-    pick = np.repeat(offset[keep] - (np.cumsum(length) - length), length) + np.arange(length.sum())
+    pick, bounds = ragged_rows(np.asarray(lists.offsets), keep)
+    at, values = np.repeat(np.arange(len(keep)), np.diff(bounds)), lists.values
     order = np.lexsort((_column(values, "id")[pick], at))
     pick, out = pick[order], np.zeros(len(pick), ITEM)
     out["at"], out["type"], out["owner"] = at[order], _column(values, "type")[pick], -1

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from matrixlib.data.shards import Batch, concat
+from matrixlib.data.shards import Batch, concat, ranges
 from matrixlib.tasks.melee import columns
 from matrixlib.tasks.melee.columns import FRAME, LAYOUT, OWN, PAIR, RECORD, ROW, SLOTS
 from matrixlib.tasks.melee.config import MeleeDataConfig
@@ -206,7 +206,7 @@ def stretches(replay: Replay, held_out: bool) -> Batch:
         records["game"], records["first"], records["stage"] = replay.game, replay.number[start], replay.stage
         records["own"], records["port"] = np.minimum(end - start, OWN), replay.ports[who]
         records["known"], records["held_out"] = replay.known, held_out
-        at, offset = _ranges(start, stop)
+        at, offset = ranges(start, stop)
         follower, follower_offset = _within(replay.follower, start, stop)
         follower["whose"] = follower["whose"] != who
         item, item_offset = _within(replay.item, start, stop)
@@ -217,15 +217,9 @@ def stretches(replay: Replay, held_out: bool) -> Batch:
     return concat(parts, LAYOUT)
 
 
-def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(concatenated start..stop-1, offsets (rows + 1,))."""
-    offset = np.concatenate([[0], np.cumsum(stop - start)]).astype("<i8")
-    return np.arange(offset[-1]) + np.repeat(start - offset[:-1], stop - start), offset
-
-
 def _within(things: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(things inside each range, `at` relative to its start; offsets)."""
-    pick, offset = _ranges(np.searchsorted(things["at"], start), np.searchsorted(things["at"], stop))
+    pick, offset = ranges(np.searchsorted(things["at"], start), np.searchsorted(things["at"], stop))
     inside = things[pick]
     inside["at"] = inside["at"] - np.repeat(start, np.diff(offset))
     return inside, offset
@@ -234,7 +228,7 @@ def _within(things: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np
 def count(batch: Batch) -> Statistics:
     """Class frequencies over the own frames of rows."""
     begin = batch["frame_offset"][:-1]
-    mine, _ = _ranges(begin, begin + batch["records"]["own"])
+    mine, _ = ranges(begin, begin + batch["records"]["own"])
     state = batch["frame_state"]
     character = np.minimum(state["self"]["character"][mine], columns.CHARACTERS - 1)
     return Statistics.count(choices_of(state["controller"][mine]), character)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 import chess
 import numpy as np
+import zstandard
 from numpy.typing import ArrayLike, NDArray
 
 from matrixlib.data.imports import ParseResult, Part
@@ -39,9 +39,6 @@ Text = TypeVar("Text")
 Parsed = TypeVar("Parsed")
 
 
-# Files and their entries
-
-
 class QuarantinedEntry(ValueError):
     """An invalid entry. reason: category, detail: of this entry, positions: number lost."""
 
@@ -61,8 +58,6 @@ class _Zstandard(io.RawIOBase):
         self.content, self.chunks = b"", self._decompressed(path)
 
     def _decompressed(self, path: Path) -> Iterator[bytes]:
-        import zstandard
-
         frame = None
         with open(path, "rb") as raw:
             while data := raw.read(1 << 12):  # unpacks to at most 128 MiB
@@ -86,8 +81,6 @@ class _Zstandard(io.RawIOBase):
 @contextmanager
 def open_compressed(path: Path) -> Iterator[BinaryIO]:
     """Open a file decompressed by its extension: .gz, .bz2, .zst or none. ValueError if it is damaged."""
-    import zstandard
-
     openers: dict[str, Callable[[Path], Any]] = {
         ".gz": gzip.open,
         ".bz2": bz2.open,
@@ -110,19 +103,15 @@ def read_lines(file: BinaryIO) -> Iterator[bytes]:
 
 def split_parts(entries: Iterable[bytes], size: int, limit: int | None = None, header: bytes = b"") -> Iterator[Part]:
     """Parts of about `size` bytes and at most `limit` entries, each starting with the header."""
-    entries, number, first = iter(entries), 0, 0
-    while some := list(_up_to(islice(entries, limit), size)):
-        yield Part(number, first, header + b"".join(some))
-        number, first = number + 1, first + len(some)
-
-
-def _up_to(entries: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The next entries up to `size` bytes, at least one."""
+    some, number, first, left = list[bytes](), 0, 0, size
     for entry in entries:
-        yield entry
-        size -= len(entry)
-        if size < 0:
-            return
+        some.append(entry)
+        left -= len(entry)
+        if left < 0 or len(some) == limit:
+            yield Part(number, first, header + b"".join(some))
+            some, number, first, left = [], number + 1, first + len(some), size
+    if some:
+        yield Part(number, first, header + b"".join(some))
 
 
 def line_parts(path: Path, size: int) -> Iterator[Part]:
@@ -156,9 +145,6 @@ def empty_records(n: int, source: str) -> np.ndarray:
     records = np.zeros(n, RECORD)
     records["en_passant"], records["result"], records["source"] = -1, UNKNOWN, SOURCES[source]
     return records
-
-
-# Positions
 
 
 @lru_cache(maxsize=1024)
@@ -235,9 +221,6 @@ def valid_castling(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8]
         there = (classes[:, corner] == rook) & (classes[:, home] == king)
         standing |= np.where(there, castling & 1 << bit, 0).astype(np.uint8)
     return standing
-
-
-# Moves
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,6 @@ TOLERANCE = 0.01  # of the policy's sum, the range of values, binary planes
 Faults = list[tuple[NDArray[np.bool_], str]]  # (mask (N,), fault)
 
 
-# Both
-
-
 def records_of(boards: NDArray[np.uint64], rights: NDArray[np.int64], source: str, faults: Faults) -> Records:
     """Records (N,) of oriented bitboards (N, 12) with castling rights (N,); appends to `faults`."""
     faults.append((~valid_positions(boards), "not a position of chess"))

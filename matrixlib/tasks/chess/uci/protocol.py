@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import chess
 
-from matrixlib.tasks.chess.records import from_boards, parse_fen
+from matrixlib.tasks.chess.records import parse_fen
 
 DEPTH0_SIMULATIONS = 8
 DEFAULT_SIMULATIONS = 800  # for `go` without limits
@@ -118,7 +118,6 @@ def read_position(text: str) -> chess.Board:
     start, _, moves = text.partition("moves")
     start = start.strip()
     board = chess.Board() if start == "startpos" else parse_fen(start.removeprefix("fen").strip())
-    from_boards([board])  # raises for an illegal position
     for move in moves.split():
         board.push(legal_move(board, move))
     return board
