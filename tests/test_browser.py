@@ -34,7 +34,7 @@ import itertools
 from matrixlib.runs import live, notebook, run as runs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-notebook.clean_errors()
+notebook.prepare()
 often = {"checkpoint": {"interval": 20}, "validation": {"interval": 20}}
 current = runs.open_run("demo", "cpu", run="rollback", steps=300, overrides=often)
 updates = itertools.count()

@@ -28,7 +28,7 @@ limit: int | None = None
 overrides: dict = {}
 sizes: list[int] = []
 '''
-SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\nnotebook.check_parameters()\n"
+SECOND = "from matrixlib.runs import notebook\nnotebook.prepare()\nnotebook.check_parameters()\n"
 
 
 def check_parameters(history: Sequence[str], values: Mapping[str, Any], **bounds: Any) -> None:
