@@ -125,18 +125,20 @@ def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: froze
         assert (plain.predict(batch, heads)[name] == array).all(), "not the same bits twice"
 
 
-@pytest.mark.parametrize("rows", [1, 9, 37])
-def test_threads_that_share_a_batch_say_the_same(rows: int) -> None:
-    plain, batch, before = random_net(), packed(random_net(), rows), torch.get_num_threads()
+def test_threads_of_a_search_evaluate_batches_at_once_and_say_the_same() -> None:
+    plain, before = random_net(), torch.get_num_threads()
     torch.set_num_threads(5)
     shared = Net(plain.model, plain.task, plain.runtime, Serving((8,), False, False)).with_threads(3)
-    for name, array in plain.predict(batch).items():
-        np.testing.assert_allclose(shared.predict(batch)[name], array, atol=1e-6)
-        assert (shared.predict(batch)[name] == shared.predict(batch)[name]).all(), "not the same bits twice"
+    assert shared.beside == 3
+    assert shared.executor is not None
+    batches = [packed(plain, rows) for rows in (1, 9, 37)]
+    for batch, found in zip(batches, shared.executor.map(shared.predict, batches), strict=True):
+        for name, array in plain.predict(batch).items():
+            np.testing.assert_allclose(found[name], array, atol=1e-6)
     with ThreadPoolExecutor() as other:
-        found = torch.get_num_threads(), other.submit(torch.get_num_threads).result()
+        threads = torch.get_num_threads(), other.submit(torch.get_num_threads).result()
     torch.set_num_threads(before)
-    assert found == (5, 5), "the threads of a training beside it"
+    assert threads == (5, 5), "the threads of a training beside it"
 
 
 @pytest.mark.parametrize(("error", "good"), [(RuntimeError, 0), (RuntimeError, 1), (torch.OutOfMemoryError, 0)])

@@ -1,7 +1,9 @@
 """The search on trees small enough to follow by hand, on solvable ones, and on tic-tac-toe."""
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -243,13 +245,13 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_small_trees_are_solved(options: SearchOptions) -> None:
+@pytest.mark.parametrize(("options", "beside"), [*((options, 1) for options in OPTIONS), (OPTIONS[2], 3)])
+def test_small_trees_are_solved(options: SearchOptions, beside: int) -> None:
     """The proven value is the minimax value, with whatever options, and the move played keeps it."""
     solved = 0
     for seed in range(25):
         game = random_tree(seed)
-        tree = search(game, options)
+        tree = Search(game, game.evaluate, options, beside=beside)
         result = tree.run(3000)[0]
         expected = minimax(game, 0)
         consistent(tree)
@@ -289,6 +291,27 @@ def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
     assert (max(sizes), sum(sizes)) == (8, 601)
     both = Search(ChessGame(), uniform, SearchOptions(leaves=2, most_leaves=8), trees=2).run([600, 90])
     assert equal(both[0], alone)
+
+
+def test_batches_beside_each_other_are_under_way_at_once_and_a_tree_is_the_same_whoever_evaluates() -> None:
+    calls, started = iter(range(1000)), [threading.Event() for _ in range(100)]
+
+    def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        number = next(calls)
+        started[number].set()
+        if number in (1, 3, 5):  # the root, 0, is alone
+            assert started[number + 1].wait(60), "the next batch is selected only after this one"
+        return uniform(states, moves, offsets)
+
+    options = SearchOptions(leaves=4)
+    with ThreadPoolExecutor(2) as threads:
+        tree = Search(ChessGame(), evaluate, options, beside=2, executor=threads)
+        (result,) = tree.run(100)
+    consistent(tree)
+    assert (result.simulations, result.visits.sum()) == (100, 100)
+    assert equal(result, Search(ChessGame(), uniform, options, beside=2).run(100)[0])
+    gumbel = SearchOptions(leaves=4, max_num_considered_actions=4)  # whose halvings need all values before
+    assert equal(*(Search(ChessGame(), uniform, gumbel, beside=beside).run(100)[0] for beside in (1, 2)))
 
 
 def equal(a: SearchResult, b: SearchResult) -> bool:
@@ -424,7 +447,8 @@ def test_gumbel_batches_do_not_cross_a_halving() -> None:
     assert bushy.batches == [1, 4, 2, 2]
 
 
-def test_an_interrupted_search_can_be_used_again_and_one_can_be_stopped() -> None:
+@pytest.mark.parametrize("beside", [1, 2])
+def test_an_interrupted_search_can_be_used_again_and_one_can_be_stopped(beside: int) -> None:
     """An evaluator that fails once, in the midst of a batch: afterwards as if nothing had been."""
     game, calls = TicTacToe(), iter(range(1000))
 
@@ -433,16 +457,18 @@ def test_an_interrupted_search_can_be_used_again_and_one_can_be_stopped() -> Non
             raise MemoryError
         return uniform(states, moves, offsets)
 
-    tree = Search(game, fails, seed=2)
+    tree = Search(game, fails, seed=2, beside=beside)
     with pytest.raises(MemoryError):
         tree.run(200, noise=True)
     result = tree.run(200)[0]
     consistent(tree)
-    assert equal(result, Search(game, uniform, seed=2).run(200)[0])
+    assert equal(result, Search(game, uniform, seed=2, beside=beside).run(200)[0])
     with pytest.raises(ValueError, match="not finite"):
         search(Graph({0: [1], 1: [2]}, values={0: math.nan})).run(1)
     rounds = iter([False, False, True])
-    assert search(GOLDEN).run(100, until=lambda: next(rounds))[0].simulations == 2
+    stopped = Search(GOLDEN, GOLDEN.evaluate, PLAIN, beside=beside)
+    assert stopped.run(100, until=lambda: next(rounds))[0].simulations == 2
+    consistent(stopped)
 
 
 def test_the_plies_to_a_proven_end_are_those_of_best_play() -> None:

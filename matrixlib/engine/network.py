@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -20,7 +19,7 @@ from matrixlib.hardware import backend
 from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64  # compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled
-MIN_PART_ROWS, MAX_PARTS = 4, 4  # of a batch in parts: fewer rows gain nothing, more threads wait for Python's lock
+MOST_BESIDE = 4  # batches evaluated at once for one search
 WORKER_ROWS = 64  # most rows that a worker evaluates at once: on one core of an EPYC as fast as 256
 
 
@@ -50,13 +49,14 @@ class Network:
         self.task, self.runtime, self.serving = task, runtime, serving or runtimes.serving(runtime.device)
         self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
         self._tried: set[int] = set()  # batch sizes already compiled
-        self._parts = 1  # of a batch, evaluated at once by threads of the pool
         self._rows = self.serving.sizes[-1]  # most of a part
         self._divisible = runtime.device == "cpu" and not self.serving.fill  # whether threads can evaluate parts
         # onnxruntime has its own threads, which share each operation well
         self._own_threads: Callable[[int], nn.Module] | None = getattr(self.model, "with_threads", None)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None  # evaluates parts of a batch
         self.workers = 0  # see `with_workers`
+        self.executor: ThreadPoolExecutor | None = None  # evaluates whole batches, `beside` at once: see `with_threads`
+        self.beside = 1
 
     @property
     def training(self) -> bool:
@@ -67,21 +67,18 @@ class Network:
         return sum(p.numel() for p in self.model.parameters())
 
     def with_threads(self, threads: int) -> Self:
-        """The same network (it shares the weights) with so many CPU threads for its evaluations.
+        """The same network (it shares the weights) for one search on so many CPU threads, `beside` of whose batches
+        `executor` evaluates at once.
 
-        Up to MAX_PARTS threads take a part of each batch, so they wait for each other once a batch: torch's own do so
-        in every operation, which is many times slower if another program holds a core. Where the network cannot be
-        split (a GPU, a compiled one, one thread) torch's number of threads is set. An ONNX file has its own.
+        Torch's own threads wait for each other in every operation, which is many times slower if another program holds
+        a core. A network on a GPU or a compiled one evaluates one batch at a time.
         """
         other = copy.copy(self)
-        if self._own_threads:
-            other.model, threads = self._own_threads(threads), 1
-        other._parts = min(threads, MAX_PARTS) if self._divisible else 1
-        if other._parts > 1:
-            other._pool = _pool(other._parts, threads // other._parts)
-        else:
-            other._pool = None
-            replace(self.runtime, threads=threads).apply()
+        if self.runtime.device == "cpu":
+            other.beside = min(threads, MOST_BESIDE) if self._divisible else 1
+            each = threads // other.beside
+            other.model = self._own_threads(each) if self._own_threads else self.model
+            other.executor = _pool(other.beside, each)
         return other
 
     def with_workers(self) -> Self:
@@ -91,7 +88,7 @@ class Network:
         other = copy.copy(self)
         if self._divisible:
             other.model = self._own_threads(1) if self._own_threads else self.model
-            other.workers, other._parts, other._rows = self.runtime.threads, 1, WORKER_ROWS
+            other.workers, other._rows = self.runtime.threads, WORKER_ROWS
             other._pool = _pool(other.workers, 1)
         return other
 
@@ -99,7 +96,7 @@ class Network:
         """The task's `predict` on a batch of `inputs` (one row or more); results on the host in fp32."""
         assert not self.training, "the network must be in eval mode"
         count = len(batch["policy_index"])
-        size = min(self._rows, -(-count // max(1, min(self._parts, count // MIN_PART_ROWS))))
+        size = min(self._rows, count)
         cuts = [{n: a[i : i + size] for n, a in batch.items()} for i in range(0, count, size)]
         parts = list((self._pool.map if self._pool else map)(partial(self._part, heads=heads), cuts))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -5,9 +5,12 @@ and values are backed up. Selection is PUCT (Silver et al. 2018); at the root op
 noise (Danihelka et al. 2022). Options are named as in mctx.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,15 +113,40 @@ class SearchResult:
     simulations: int
 
 
+class Batch(NamedTuple):
+    """Leaves (edge, node, tree) of trees, their states, keys, legal moves and known endings. result: waits for the
+    evaluator's."""
+
+    leaf: I32
+    states: States
+    keys: U64
+    moves: Moves
+    offsets: Offsets
+    endings: Values
+    result: Callable[[], tuple[Values, Values]]
+
+
 class Search:
     """Trees over one game and one evaluator, by number from 0, searched together. A result is a pure function of state,
-    history, moves, `seed`, `stream` and options, whatever the other trees are."""
+    history, moves, `seed`, `stream`, options and `beside`, whatever the other trees are.
+
+    beside: batches that threads of `executor` evaluate at once, which share `leaves`; virtual loss separates them too.
+    1 in a Gumbel search, at most `leaves`.
+    """
 
     def __init__(
-        self, game: Game, evaluate: Evaluate, options: SearchOptions | None = None, trees: int = 1, seed: int = 0
+        self,
+        game: Game,
+        evaluate: Evaluate,
+        options: SearchOptions | None = None,
+        trees: int = 1,
+        seed: int = 0,
+        beside: int = 1,
+        executor: Executor | None = None,
     ) -> None:
         self.game, self.evaluate, self.options, self.seed = game, evaluate, options or SearchOptions(), seed
-        self.trees = trees
+        self.trees, self.executor = trees, executor
+        self.beside = 1 if self.options.max_num_considered_actions else min(beside, self.options.leaves)
         self.states = game.initial(trees)
         self.pool = kernels.empty_pool(1024, 32_768 + trees)
         self.nodes, self.edges = 0, trees
@@ -213,13 +241,19 @@ class Search:
         explore = (o.pb_c_init, o.pb_c_base, o.fpu_reduction, o.virtual_loss)
         scale = (o.maxvisit_init, o.value_scale)
         gumbel = (scale, schedule, logits, base)
-        leaves = o.leaves, o.most_leaves
+        leaves = o.leaves // self.beside, o.most_leaves
+        waiting: deque[Batch] = deque()  # selected, being evaluated
         try:
             while until is None or not until():
                 n = kernels.simulate(self.pool, rows, self._roots, budget, done, leaves, explore, *gumbel, out)
-                if n == 0:
+                if n and (batch := self._visit(out[:n].copy())):
+                    waiting.append(batch)
+                if waiting and (len(waiting) == self.beside or not n):
+                    self._expand(waiting.popleft())
+                elif not n:
                     break
-                self._visit(out[:n])
+            for batch in waiting:
+                self._expand(batch)
         except BaseException:
             self._roots[rows], self._stale = -1, True  # pending visits, and noisy priors
             raise
@@ -285,7 +319,8 @@ class Search:
         p.visits[trees], p.total[trees], p.pending[trees], p.child[trees] = 0, 0, 1, -1
         p.low[trees], p.high[trees] = -1, 1
         leaf = np.stack([trees, np.full_like(trees, -1), trees], 1)
-        self._add(leaf, states, self.game.key(states), moves, offsets, self._endings(states, moves, offsets))
+        endings = self._endings(states, moves, offsets)
+        self._expand(self._evaluated(leaf, states, self.game.key(states), moves, offsets, endings))
         self._roots[trees] = self.pool.child[trees]
 
     def _prepare(
@@ -305,8 +340,8 @@ class Search:
             noise = rng.dirichlet(np.full(count, o.dirichlet_alpha_total / count))
             self.pool.prior[edges] = (1 - o.dirichlet_fraction) * prior + o.dirichlet_fraction * noise
 
-    def _visit(self, leaf: I32) -> None:
-        """Create the positions of selected leaves; settle exact ones, evaluate and expand the others."""
+    def _visit(self, leaf: I32) -> Batch | None:
+        """Create the positions of selected leaves; settle exact ones, begin to evaluate the others if any."""
         game, p = self.game, self.pool
         states = game.play(self._node_states[leaf[:, 1]], p.move[leaf[:, 0]])
         keys = game.key(states)
@@ -329,18 +364,26 @@ class Search:
             endings = endings[np.repeat(~known, np.diff(offsets))]
             moves, offsets = _rows(~known, moves, offsets)
         kernels.settle(p, leaf[~live], exact[~live].astype(np.float32), distances[~live])
-        if live.any():
-            self._add(leaf[live], states[live], keys[live], moves, offsets, endings)
+        return self._evaluated(leaf[live], states[live], keys[live], moves, offsets, endings) if live.any() else None
 
     def _endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
         if not self.options.look_ahead or not len(states):
             return np.full(len(moves), np.nan, np.float32)
         return self.game.endings(states, moves, offsets)
 
-    def _add(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values) -> None:
-        """Evaluate states with legal moves and create nodes."""
+    def _evaluated(
+        self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values
+    ) -> Batch:
+        """A batch of leaves with legal moves, whose evaluation begins."""
         before = (self._before(leaf),) if self._past.states.shape[1] else ()
-        priors, values = self.evaluate(states, moves, offsets, *before)
+        call = partial(self.evaluate, states, moves, offsets, *before)
+        result = self.executor.submit(call).result if self.executor else call
+        return Batch(leaf, states, keys, moves, offsets, endings, result)
+
+    def _expand(self, batch: Batch) -> None:
+        """Create the nodes of a batch once it is evaluated."""
+        leaf, states, keys, moves, offsets, endings, result = batch
+        priors, values = result()
         if priors.shape != moves.shape or values.shape != leaf[:, 0].shape:
             raise ValueError(f"the evaluator must return {moves.shape} priors and {len(leaf)} values")
         if not (np.isfinite(priors).all() and np.isfinite(values).all()):

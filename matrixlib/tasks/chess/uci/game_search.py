@@ -26,7 +26,9 @@ class GameSearch:
 
     def __init__(self, net: Net, game: ChessGame | None = None, options: SearchOptions | None = None) -> None:
         self.net = net
-        self.search = Search(game or ChessGame(), Evaluator(net), options or GROWING_BATCH)
+        self.search = Search(
+            game or ChessGame(), Evaluator(net), options or GROWING_BATCH, beside=net.beside, executor=net.executor
+        )
         self.game_line: tuple[str, list[chess.Move]] | None = None  # start FEN and moves of the tree's game
 
     def set_position(self, board: chess.Board, only: Sequence[chess.Move] = ()) -> bool:
