@@ -26,6 +26,7 @@ in [-1, 1] for the sides to move). One with an attribute `history` above 0 is al
 `Past` of so many plies before each state."""
 
 MOST_PLIES = 256  # longest principal variation
+VISITS_PER_BATCH = 64  # of a tree, for each batch that is evaluated beside others
 
 
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
@@ -130,8 +131,8 @@ class Search:
     """Trees over one game and one evaluator, by number from 0, searched together. A result is a pure function of state,
     history, moves, `seed`, `stream`, options and `beside`, whatever the other trees are.
 
-    beside: batches that threads of `executor` evaluate at once, which share `leaves`; virtual loss separates them too.
-    1 in a Gumbel search, at most `leaves`.
+    beside: most batches of one tree that threads of `executor` evaluate at once, one for every 64 visits; virtual loss
+    separates them too. Several trees and Gumbel searches evaluate one at a time.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Search:
     ) -> None:
         self.game, self.evaluate, self.options, self.seed = game, evaluate, options or SearchOptions(), seed
         self.trees, self.executor = trees, executor
-        self.beside = 1 if self.options.max_num_considered_actions else min(beside, self.options.leaves)
+        self.beside = 1 if trees > 1 or self.options.max_num_considered_actions else beside
         self.states = game.initial(trees)
         self.pool = kernels.empty_pool(1024, 32_768 + trees)
         self.nodes, self.edges = 0, trees
@@ -241,14 +242,15 @@ class Search:
         explore = (o.pb_c_init, o.pb_c_base, o.fpu_reduction, o.virtual_loss)
         scale = (o.maxvisit_init, o.value_scale)
         gumbel = (scale, schedule, logits, base)
-        leaves = o.leaves // self.beside, o.most_leaves
+        leaves = o.leaves, o.most_leaves
         waiting: deque[Batch] = deque()  # selected, being evaluated
         try:
             while until is None or not until():
                 n = kernels.simulate(self.pool, rows, self._roots, budget, done, leaves, explore, *gumbel, out)
                 if n and (batch := self._visit(out[:n].copy())):
                     waiting.append(batch)
-                if waiting and (len(waiting) == self.beside or not n):
+                beside = min(self.beside, self.pool.visits[rows].max(initial=0) // VISITS_PER_BATCH)
+                if waiting and (len(waiting) >= beside or not n):
                     self._expand(waiting.popleft())
                 elif not n:
                     break
