@@ -294,24 +294,26 @@ def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
 
 
 def test_batches_beside_each_other_are_under_way_at_once_and_a_tree_is_the_same_whoever_evaluates() -> None:
-    calls, started = iter(range(1000)), [threading.Event() for _ in range(100)]
+    calls, started = iter(range(1000)), [threading.Event() for _ in range(400)]
 
     def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
         number = next(calls)
         started[number].set()
-        if number in (1, 3, 5):  # the root, 0, is alone
-            assert started[number + 1].wait(60), "the next batch is selected only after this one"
+        if number == 60:
+            assert started[61].wait(60), "the next batch is selected only after this one"
+        if number == 5:
+            assert not started[6].wait(0.1), "beside others in a tree of less than 128 visits"
         return uniform(states, moves, offsets)
 
     options = SearchOptions(leaves=4)
     with ThreadPoolExecutor(2) as threads:
         tree = Search(ChessGame(), evaluate, options, beside=2, executor=threads)
-        (result,) = tree.run(100)
+        (result,) = tree.run(300)
     consistent(tree)
-    assert (result.simulations, result.visits.sum()) == (100, 100)
-    assert equal(result, Search(ChessGame(), uniform, options, beside=2).run(100)[0])
+    assert (result.simulations, result.visits.sum()) == (300, 300)
+    assert equal(result, Search(ChessGame(), uniform, options, beside=2).run(300)[0])
     gumbel = SearchOptions(leaves=4, max_num_considered_actions=4)  # whose halvings need all values before
-    assert equal(*(Search(ChessGame(), uniform, gumbel, beside=beside).run(100)[0] for beside in (1, 2)))
+    assert equal(*(Search(ChessGame(), uniform, gumbel, beside=beside).run(300)[0] for beside in (1, 2)))
 
 
 def equal(a: SearchResult, b: SearchResult) -> bool:
