@@ -37,7 +37,7 @@ README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
 MEASURED = ROOT / "tests" / "golden" / "presets.json"
 RECORD = MEASURED.with_name("bench.json")
-MAIN_PRESETS = ("demo", "quick", "small", "matrix0_attention_policy", "latin_quick", "melee_quick")
+MAIN_PRESETS = ("demo", "quick", "quick_1h", "small", "matrix0_attention_policy", "latin_quick", "melee_quick")
 
 
 def first_cells(text: str) -> list[str]:
