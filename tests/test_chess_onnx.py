@@ -167,8 +167,16 @@ def test_a_file_of_ours_opens_as_a_network(exported: tuple[Net, Path], tmp_path:
     with pytest.raises(ValueError, match="not written as ONNX"):
         get_task("chess").export(again, tmp_path / "out.onnx")
     file = importlib.import_module("onnx").load(path)
-    for entry in file.metadata_props:
-        entry.value = "{" if entry.key == "model" else entry.value
+    (options,) = (entry for entry in file.metadata_props if entry.key == "model")
+    for text, refusal in {
+        "{": r"other\.onnx: options in its metadata are refused \(Expecting property name",
+        '{"later": 1}': r"are refused \(model\.later: Extra inputs.*export its run",
+    }.items():
+        options.value = text
+        importlib.import_module("onnx").save(file, tmp_path / "other.onnx")
+        with pytest.raises(ValueError, match=refusal):
+            matrixlib.load(tmp_path / "other.onnx")
+    del file.metadata_props[:]
     importlib.import_module("onnx").save(file, tmp_path / "other.onnx")
     with pytest.raises(ValueError, match=r"other\.onnx was not written by `export`"):
         matrixlib.load(tmp_path / "other.onnx")

@@ -177,13 +177,17 @@ def _open_onnx(path: Path, device: str | Runtime) -> Net:
             raise
         raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from None
     facts = model.session.get_modelmeta().custom_metadata_map
+    if not {"task", "encoding"} <= facts.keys():
+        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead")
     value = "wdl" if "wdl" in [output.name for output in model.session.get_outputs()] else "scalar"
     try:
         options = json.loads(facts.get("model", "{}")) | {"encoding": facts["encoding"], "ssl": [], "moves_left": {}}
         options["value"] = options.get("value", {}) | {"kind": value}
         config = ChessConfig.model_validate({"task": facts["task"], "model": options}, context={"file": path})
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path.name}: options in its metadata are refused ({_reason(error)}): export its run by this version"
+        ) from None
     task = Lc0Task(config) if facts["encoding"] == "lc0" else ChessTask(config)
     return Net(model, task, replace(runtime, channels_last=False))
 
@@ -205,13 +209,17 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
-        reason = " ".join(str(error).split())
-        if isinstance(error, ValidationError):
-            reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         kind = "an Lc0" if of_lc0 else "a Matrix0"
-        raise ValueError(f"{path.name} cannot be read as {kind} network: {reason}") from None
+        raise ValueError(f"{path.name} cannot be read as {kind} network: {_reason(error)}") from None
     runtime = runtime_for_use(task.config, device, "fp32" if of_lc0 else "auto")
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, with the key of each option that is refused."""
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    return " ".join(str(error).split())
 
 
 def _matrix0(data: Mapping[str, Any], name: str) -> tuple[ChessTask, nn.Module]:
