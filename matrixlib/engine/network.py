@@ -77,10 +77,8 @@ class Network:
         if self._own_threads:
             other.model, threads = self._own_threads(threads), 1
         other._parts = min(threads, MAX_PARTS) if self._divisible else 1
-        if other._parts > 1:
-            other._pool = _pool(other._parts, threads // other._parts)
-        else:
-            other._pool = None
+        other._pool = _pool(other._parts, threads // other._parts) if other._parts > 1 else None
+        if not (other._pool or self._own_threads):
             replace(self.runtime, threads=threads).apply()
         return other
 
