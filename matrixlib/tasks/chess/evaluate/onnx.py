@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from matrixlib.config import validated
 from matrixlib.engine import onnx
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -173,9 +174,7 @@ def _open_onnx(path: Path, device: str | Runtime) -> Net:
     try:
         model = _OnnxModel(path, runtime.threads)
     except Exception as error:  # onnxruntime's exceptions have no common base
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from None
+        raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from error
     facts = model.session.get_modelmeta().custom_metadata_map
     if not {"task", "encoding"} <= facts.keys():
         raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead")
@@ -183,11 +182,9 @@ def _open_onnx(path: Path, device: str | Runtime) -> Net:
     try:
         options = json.loads(facts.get("model", "{}")) | {"encoding": facts["encoding"], "ssl": [], "moves_left": {}}
         options["value"] = options.get("value", {}) | {"kind": value}
-        config = ChessConfig.model_validate({"task": facts["task"], "model": options}, context={"file": path})
+        config = validated(ChessConfig, {"task": facts["task"], "model": options}, "options", context={"file": path})
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path.name}: options in its metadata are refused ({_reason(error)}): export its run by this version"
-        ) from None
+        raise ValueError(f"{path.name}: export its run by this version, which refuses its metadata: {error}") from None
     task = Lc0Task(config) if facts["encoding"] == "lc0" else ChessTask(config)
     return Net(model, task, replace(runtime, channels_last=False))
 
@@ -206,20 +203,14 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
     data = {} if of_lc0 else read_checkpoint(path)
     try:
         task, model = open_weights(path) if of_lc0 else _matrix0(data, path.name)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
+    except (OSError, ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
+        reason = " ".join(str(error).split())
+        if isinstance(error, ValidationError):
+            reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         kind = "an Lc0" if of_lc0 else "a Matrix0"
-        raise ValueError(f"{path.name} cannot be read as {kind} network: {_reason(error)}") from None
+        raise ValueError(f"{path.name} cannot be read as {kind} network: {reason}") from None
     runtime = runtime_for_use(task.config, device, "fp32" if of_lc0 else "auto")
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
-
-
-def _reason(error: Exception) -> str:
-    """An error in one line, with the key of each option that is refused."""
-    if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-    return " ".join(str(error).split())
 
 
 def _matrix0(data: Mapping[str, Any], name: str) -> tuple[ChessTask, nn.Module]:
