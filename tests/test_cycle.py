@@ -676,8 +676,8 @@ def test_data_that_nothing_can_be_learned_from_is_refused_before_any_game(report
 def test_an_anchor_that_cannot_be_played_is_refused_before_any_game(reports: Path) -> None:
     for option, value, refusal in (
         ("anchor", "/absent depth=3", r"validation\.strength\.anchor: /absent cannot be started"),
-        ("anchor", "x dept=3", r"engine 'x dept=3' has no limit that .* \(nodes=500, depth=8, or movetime=100"),
-        ("anchor", "sh 3", r"engine 'sh 3' has no limit that is understood"),
+        ("anchor", "x dept=3", r"engine 'x dept=3': no limit is understood; .* \(nodes=500, depth=8, or movetime=100"),
+        ("anchor", "sh 3", r"engine 'sh 3': no limit is understood"),
         ("anchor", "nobody", "no run at 'nobody'"),
         ("openings", "none.pgn", r"none\.pgn' cannot be read"),
     ):

@@ -166,7 +166,7 @@ def test_a_last_match_that_fails_leaves_no_elo_of_the_one_before(
 def test_what_cannot_be_played_is_refused_at_once(reports: Path) -> None:
     refusals = [("anchor", "x", "no run at 'x'"), ("openings", "x", "openings 'x' cannot be read")]
     refusals += [
-        ("anchor", "x nodes=0", "engine 'x nodes=0' has no limit that is understood: give"),
+        ("anchor", "x nodes=0", "engine 'x nodes=0': no limit is understood; give"),
         ("anchor", "x depth=2", "x cannot be started"),
     ]
     for option, value, refusal in refusals:

@@ -101,7 +101,7 @@ def read_setup(text: str, limited: bool = True) -> EngineSetup:
     options = [word.partition("=") for word in words[at + 1 :]]
     if not at or more or not all(name and equals for name, equals, _ in options):
         raise ValueError(
-            f"engine {text!r}{'' if at else ' has no limit that is understood'}: give a program and its arguments, one "
+            f"engine {text!r}: {'' if at else 'no limit is understood; '}give a program and its arguments, one "
             "limit of a move (nodes=500, depth=8, or movetime=100 in milliseconds), then UCI options (Hash=16)"
         )
     values = {name: int(value) if re.fullmatch(r"-?\d+", value) else value for name, _, value in options}
