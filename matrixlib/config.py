@@ -320,13 +320,14 @@ def read_preset(
     return merge(read_yaml_file(path, path.name), overrides or {}), path.name
 
 
-_Schema = TypeVar("_Schema", bound=Section)
+_Kind = TypeVar("_Kind", bound=Section)
 
 
-def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix: str = "") -> _Schema:
-    """A section of this schema; ConfigError names every bad key. `name` precedes the message, `prefix` each key."""
+def validated(schema: type[_Kind], data: Mapping[str, Any], name: str, prefix: str = "", context: Any = None) -> _Kind:
+    """A section of this schema; ConfigError names every bad key. `name` precedes the message, `prefix` each key.
+    context: of the schema's validators."""
     try:
-        return schema.model_validate(dict(data))
+        return schema.model_validate(dict(data), context=context)
     except ValidationError as error:
         errors = error.errors()
     messages: dict[str, list[str]] = {}

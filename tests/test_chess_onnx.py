@@ -160,15 +160,28 @@ def test_a_file_of_ours_opens_as_a_network(exported: tuple[Net, Path], tmp_path:
     assert json.loads(again.model.session.get_modelmeta().custom_metadata_map["moves"]) == moves(encoding)
     fens = [board.fen() for board in hard_positions() if any(board.legal_moves)]
     fens += ["startpos moves e2e4 e7e5 g1f3 b8c6", "startpos moves e2e4 c7c5 g1f3 d7d6"]
-    for served in (again, again.with_threads(2), again.with_workers()):
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    served_by_two, threads = again.with_threads(2), torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert threads == 5, "the threads of what else computes here"
+    for served in (again, served_by_two, again.with_workers()):
         for ours, theirs in zip(net.evaluate(fens), served.evaluate(fens), strict=True):
             assert theirs.moves == pytest.approx(ours.moves, abs=1e-4)
             assert theirs.value == pytest.approx(ours.value, abs=1e-4)
     with pytest.raises(ValueError, match="not written as ONNX"):
         get_task("chess").export(again, tmp_path / "out.onnx")
     file = importlib.import_module("onnx").load(path)
-    for entry in file.metadata_props:
-        entry.value = "{" if entry.key == "model" else entry.value
+    (options,) = (entry for entry in file.metadata_props if entry.key == "model")
+    for text, refusal in {
+        "{": r"other\.onnx: export its run by this version, which refuses its metadata: Expecting property",
+        '{"later": 1}': r"refuses its metadata: options: unknown key 'model\.later'",
+    }.items():
+        options.value = text
+        importlib.import_module("onnx").save(file, tmp_path / "other.onnx")
+        with pytest.raises(ValueError, match=refusal):
+            matrixlib.load(tmp_path / "other.onnx")
+    del file.metadata_props[:]
     importlib.import_module("onnx").save(file, tmp_path / "other.onnx")
     with pytest.raises(ValueError, match=r"other\.onnx was not written by `export`"):
         matrixlib.load(tmp_path / "other.onnx")

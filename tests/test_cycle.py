@@ -503,7 +503,7 @@ def test_window_shares_and_updates_follow_the_generations(script: Script, monkey
             script.train("even")
     assert script.updates[-2:] == [40, 40]
     for sources, refusal in (
-        ({"x": [0.5, 0.3], "y": 0.6}, "1.1 in all in generation 1, which leaves nothing for the games"),
+        ({"x": [0.5, 0.3], "y": 0.6}, "sources take 1.1 in generation 1, which leaves nothing for the games"),
         ({"x": [0.1, 0.5], "y": [0.1, 0.2, 0.5]}, "in generation 3"),
         ({"x": [0, 0]}, r"^demo\.yaml: source 'x' has a share in no generation"),
         ({"x": []}, "at least 1 item"),
@@ -615,7 +615,7 @@ def test_an_option_by_its_old_name_is_refused_with_the_new_one() -> None:
     ("network", "refusal"),
     [
         ({"task": "latin"}, r"plays games for two \(chess, tictactoe\), and task 'latin' is none"),
-        ({"train": {"init": "mine"}}, r"network\.train\.init is 'mine': a cycle begins with the network of `start`"),
+        ({"train": {"init": "mine"}}, r"network\.train\.init is 'mine': give it as the cycle's `start`"),
         ({"task": None}, r"key 'network.task' is missing"),
         ({"model": {"channles": 3}}, r"unknown key 'network\.model\.channles', did you mean 'channels'"),
     ],
@@ -676,6 +676,8 @@ def test_data_that_nothing_can_be_learned_from_is_refused_before_any_game(report
 def test_an_anchor_that_cannot_be_played_is_refused_before_any_game(reports: Path) -> None:
     for option, value, refusal in (
         ("anchor", "/absent depth=3", r"validation\.strength\.anchor: /absent cannot be started"),
+        ("anchor", "x dept=3", r"engine 'x dept=3': no limit is understood; .* \(nodes=500, depth=8, or movetime=100"),
+        ("anchor", "sh 3", r"engine 'sh 3': no limit is understood"),
         ("anchor", "nobody", "no run at 'nobody'"),
         ("openings", "none.pgn", r"none\.pgn' cannot be read"),
     ):
@@ -744,6 +746,9 @@ def test_a_cycle_begins_with_a_trained_network_and_keeps_it(reports: Path) -> No
     with pytest.raises(ValueError, match=r"train\.freeze: the network has no part 'body'"):
         cycle.open_cycle("demo", "cpu", "refused", frozen)
     assert not (reports / "refused").exists(), "nothing is written before"
+    other = TINY | {"start": "trained", "network": {"model": {"blocks": 1, "channels": 8}}}
+    with pytest.raises(config.ConfigError, match=r"leave out network\.model \(blocks, channels\)"):
+        cycle.open_cycle("demo", "cpu", "refused", other)
     changes = TINY | {"start": "trained", "generations": 1}
     current = cycle.open_cycle("demo", "cpu", "c", changes)
     assert current.config.network.model.blocks == 2

@@ -1,5 +1,6 @@
 """`validation.strength`: matches of a network in training against an anchor."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def test_a_last_match_that_fails_leaves_no_elo_of_the_one_before(
 def test_what_cannot_be_played_is_refused_at_once(reports: Path) -> None:
     refusals = [("anchor", "x", "no run at 'x'"), ("openings", "x", "openings 'x' cannot be read")]
     refusals += [
-        ("anchor", "x nodes=0", "engine 'x nodes=0': give a program"),
+        ("anchor", "x nodes=0", "engine 'x nodes=0': no limit is understood; give"),
         ("anchor", "x depth=2", "x cannot be started"),
     ]
     for option, value, refusal in refusals:
@@ -174,11 +175,18 @@ def test_what_cannot_be_played_is_refused_at_once(reports: Path) -> None:
         assert not (reports / "r").exists()
 
 
-def test_a_start_that_is_gone_and_tasks_that_are_no_games(reports: Path) -> None:
+def test_a_start_that_is_gone_and_tasks_that_are_no_games(reports: Path, recwarn: pytest.WarningsRecorder) -> None:
     folder = train("gone", MATCHES, until=5)
     (folder / "start.safetensors").unlink()
     with pytest.raises(RunError, match=r"start\.safetensors is missing, the run's first weights"):
         train("gone", MATCHES)
+    current = runs.open_run(run="meanwhile", overrides=merge(PLAIN, {"validation": {"strength": MATCHES}}))
+    for stats in current.train():
+        if stats.step == 1:
+            (current.folder / "start.safetensors").unlink()
+    current.close()
+    texts = [str(one.message) for one in recwarn if "no match" in str(one.message)]
+    assert re.match(r"update 4: no match: RunError: .*start\.safetensors is missing.*: bring it back", texts[0])
     train("late", {"every": 0}, until=5)
     with pytest.raises(RunError, match=r"a run that began without matches has none: .* name an anchor"):
         runs.open_run(run="late", overrides=merge(PLAIN, {"validation": {"strength": MATCHES}}))

@@ -264,8 +264,7 @@ class Cycle:
             return generation
         if generation.sources is None:
             generation = self._settle(generation)
-        number, sources = generation.number, generation.sources
-        assert sources is not None
+        number, sources = generation.number, generation.sources or {}
         folders = {f"selfplay_{one:03d}": self._shards(one) for one in range(1, number + 1)}
         if gone := [name for name in sources if name in folders and not _positions(folders[name])]:
             raise CycleError(
@@ -354,10 +353,11 @@ class Cycle:
         by_game = np.array([sums(held_out.only(own & (games == game))) for game in np.unique(games[own])])
         training = data.training.prepared_by(data.task.prepare_plain)
         train, _, trained = sums(training.only(self._of_games(training)), int(own.sum()))
-        if not (trained and by_game[:, 2].any()):
+        losses, _, counts = by_game.T
+        if not (trained and counts.any()):
             return {}
         loss, chance, count = by_game.sum(0)
-        squares, known = ((by_game[:, 0] - by_game[:, 2] * loss / count) ** 2).sum(), (by_game[:, 2] > 0).sum()
+        squares, known = ((losses - counts * loss / count) ** 2).sum(), (counts > 0).sum()
         error = np.sqrt(squares * known / (known - 1)) if known > 1 else chance
         figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
         return {name: float(value) for name, value in figures.items()}

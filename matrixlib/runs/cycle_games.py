@@ -108,8 +108,7 @@ class CycleConfig(Section):
             raise ValueError(f"source '{unused[0]}' has a share in no generation: leave it out")
         for number in range(1, 1 + max(map(len, lists.values()), default=1)):
             if (total := sum(self.shares(number).values())) >= 1:
-                in_all = f"the shares of sources are {total:g} in all in generation {number}"
-                raise ValueError(f"{in_all}, which leaves nothing for the games")
+                raise ValueError(f"sources take {total:g} in generation {number}, which leaves nothing for the games")
         return self
 
     def shares(self, generation: int) -> dict[str, float]:
@@ -152,11 +151,10 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
         raise ConfigError(f"{name}: a cycle plays games for two ({games}), and task '{network['task']}' is none")
     config = validate_config(network, name, "network.")
     if config.train.init:
-        raise ConfigError(
-            f"{name}: network.train.init is '{config.train.init}': a cycle begins with the network of `start`, so give "
-            "it there"
-        )
+        raise ConfigError(f"{name}: network.train.init is '{config.train.init}': give it as the cycle's `start`")
     cycle = validated(CycleConfig, {**data, "network": config}, name)
+    if cycle.start and (given := (overrides or {}).get("network", {}).get("model")):
+        raise ConfigError(f"{name}: `start` has its network: leave out network.model ({', '.join(given)}), or `start`")
     return cycle.model_copy(update={"network": config.model_copy(update={"seed": cycle.seed})})
 
 
@@ -292,8 +290,7 @@ def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
 
 
 def judges(config: CycleConfig) -> Judges:
-    """Who judges self-play games that are cut off. ConfigError if the game has no such thing, or no tables are
-    found."""
+    """Who judges self-play games that are cut off. ConfigError if the game has no such thing, or without tables."""
     try:
         return rules(config).judges(config.selfplay.syzygy, config.selfplay.material)
     except ValueError as error:
@@ -348,8 +345,7 @@ def play_chunk(
     batch = game.batch(traces, ids)
     validation = np.isin(batch["records"]["game"], np.array([ids[number] for number in outside], np.uint64))
     endings = {ending: [ids[t.number] for t in traces if t.ending == ending] for ending in {t.ending for t in traces}}
-    origin = {"cycle": cycle, "generation": generation.number, "by": generation.by, "first": first}
-    origin["endings"] = endings  # how results came about -> ids of games, as in the records
+    origin = {"cycle": cycle, "generation": generation.number, "by": generation.by, "first": first, "endings": endings}
     source = f"selfplay_{generation.number:03d}"
     meta = {"source": source, "generator": origin, "seed": seed, "created": generation.begun}
     shards = {}

@@ -46,11 +46,8 @@ class StrengthMatch:
             was = ", ".join(before.values())
             raise RunError(f"anchor '{options.anchor}' is not that of run '{folder.name}' ({was}): name another run")
         begun = Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps()
-        if not options.anchor and begun and not self._path.exists():
-            raise RunError(
-                f"{self._path} is missing, the run's first weights, which validation.strength plays; a run that "
-                "began without matches has none: bring it back, name an anchor, or set validation.strength.every to 0"
-            )
+        if not options.anchor and begun:
+            self._check_start()
 
     def __call__(self, data: RunData, model: nn.Module, step: int, beat: Callable[[], None]) -> dict[str, float] | None:
         """Elo of a frozen network with its 95 % interval, within 1,500, score and games. An engine is restarted for
@@ -73,12 +70,20 @@ class StrengthMatch:
         elo, low, high = np.clip([found.elo, found.low, found.high], -MAX_ELO, MAX_ELO).tolist()
         return {"elo": elo, "low": low, "high": high, "score": found.score, "games": found.games}
 
+    def _check_start(self) -> None:
+        if not self._path.exists():
+            raise RunError(
+                f"{self._path} is missing, the run's first weights, which validation.strength plays; a run that "
+                "began without matches has none: bring it back, name an anchor, or set validation.strength.every to 0"
+            )
+
     def _player(self, net: Network) -> Player:
         return search_player(self._game.game, Evaluator(net), self._options.simulations, SearchOptions(leaves=1))
 
     def _network(self, data: RunData) -> Network:
         """The anchor's."""
         if self._anchor is None:
+            self._check_start()
             model = data.task.build_model()
             load_tensors(model, safetensors.torch.load_file(self._path))
             self._anchor = data.spec.network(model, data.config, data.runtime)

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-RED = "#b3261e"  # errors
 DIGITS = 10  # most digits of a number
 LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.1, "handletextpad": 0.4, "columnspacing": 0.9}
 

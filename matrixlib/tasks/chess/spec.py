@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from matrixlib.tasks.chess import bitboard, ssl_targets
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.game import ChessGame, by_material, open_tablebases, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, SOURCES, position_hashes
-from matrixlib.tasks.chess.stockfish.client import LIMITS
+from matrixlib.tasks.chess.stockfish.client import find_program
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class ChessGameSpec(specs.GameSpec):
     def engine(self, text: str) -> AbstractContextManager[tuple[str, Player]] | None:
         from matrixlib.tasks.chess.stockfish.player import running_engine
 
-        return running_engine(text) if any(word.startswith(LIMITS) for word in text.split()[1:]) else None
+        program, _, rest = text.partition(" ")
+        engine = "=" in rest or (rest and find_program(program))
+        return running_engine(text) if engine and not os.path.exists(text) else None
 
     def keys(self, records: np.ndarray) -> np.ndarray:
         return position_hashes(records, mirrored=True)

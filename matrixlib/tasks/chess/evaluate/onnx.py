@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from matrixlib.config import validated
 from matrixlib.engine import onnx
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -173,17 +174,17 @@ def _open_onnx(path: Path, device: str | Runtime) -> Net:
     try:
         model = _OnnxModel(path, runtime.threads)
     except Exception as error:  # onnxruntime's exceptions have no common base
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from None
+        raise ValueError(f"{path.name} cannot be read as ONNX: {error}") from error
     facts = model.session.get_modelmeta().custom_metadata_map
+    if not {"task", "encoding"} <= facts.keys():
+        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead")
     value = "wdl" if "wdl" in [output.name for output in model.session.get_outputs()] else "scalar"
     try:
         options = json.loads(facts.get("model", "{}")) | {"encoding": facts["encoding"], "ssl": [], "moves_left": {}}
         options["value"] = options.get("value", {}) | {"kind": value}
-        config = ChessConfig.model_validate({"task": facts["task"], "model": options}, context={"file": path})
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead") from None
+        config = validated(ChessConfig, {"task": facts["task"], "model": options}, "options", context={"file": path})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path.name}: export its run by this version, which refuses its metadata: {error}") from None
     task = Lc0Task(config) if facts["encoding"] == "lc0" else ChessTask(config)
     return Net(model, task, replace(runtime, channels_last=False))
 
@@ -202,9 +203,7 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
     data = {} if of_lc0 else read_checkpoint(path)
     try:
         task, model = open_weights(path) if of_lc0 else _matrix0(data, path.name)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
+    except (OSError, ValueError, IndexError, TypeError, RuntimeError) as error:  # untrusted options and shapes
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):
             reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())

@@ -21,8 +21,7 @@ from matrixlib.play.match import EngineError
 MATE = 32000  # a mate in k moves is the score sign * (MATE - k)
 CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
-LIMITS = ("nodes=", "depth=", "movetime=")
-_LIMIT = re.compile(rf"({'|'.join(LIMITS)})([1-9]\d*)")
+_LIMIT = re.compile(r"(nodes|depth|movetime)=[1-9]\d*")
 _OPTION = re.compile(r"option name (.+?) type (.*)")
 _SCORE, _MOVE = re.compile(r"\bscore (cp|mate) (-?\d+)"), re.compile(r"\bpv (\S+)")
 _NUMBER, _WDL = re.compile(r"\bmultipv (\d+)"), re.compile(r"\bwdl (\d+) (\d+) (\d+)\b")
@@ -102,8 +101,8 @@ def read_setup(text: str, limited: bool = True) -> EngineSetup:
     options = [word.partition("=") for word in words[at + 1 :]]
     if not at or more or not all(name and equals for name, equals, _ in options):
         raise ValueError(
-            f"engine {text!r}: give a program and its arguments, one limit of a move (nodes=500, depth=8, or "
-            "movetime=100 in milliseconds), then UCI options (Hash=16)"
+            f"engine {text!r}: {'' if at else 'no limit is understood; '}give a program and its arguments, one "
+            "limit of a move (nodes=500, depth=8, or movetime=100 in milliseconds), then UCI options (Hash=16)"
         )
     values = {name: int(value) if re.fullmatch(r"-?\d+", value) else value for name, _, value in options}
     limit = " ".join(words[at : at + 1]).replace("=", " ")
