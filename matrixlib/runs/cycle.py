@@ -97,7 +97,7 @@ def open_cycle(
     stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
     if configuration.merge(stored, {"network": {"task": config.network.task}}) == stored:  # import no other's code
         stored = configuration.dump(games.load_cycle(str(path)))  # with options that are newer than it
-    if stored | {key: wanted[key] for key in FREE} != wanted:
+    if (stored | {key: wanted[key] for key in FREE}) != wanted:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
@@ -367,9 +367,9 @@ class Cycle:
         so that the scale of ratings has no end; if there is none, the newest."""
         if generation.anchor or generation.anchor_by is not None or not self.config.match.anchor_pairs:
             return generation
-        known = [row for g in (*self.history(), generation) for row in g.results.items()]
-        beaten = {other for other, pairs in known if 0 < sum(pairs) == pairs[-1]}
-        beaten |= {g.number for g in self.history() for pairs in g.results.values() if 0 < sum(pairs) == pairs[0]}
+        matches = [(g.number, *row) for g in (*self.history(), generation) for row in g.results.items() if sum(row[1])]
+        beaten = {other for _, other, pairs in matches if pairs[-1] == sum(pairs)}
+        beaten |= {number for number, _, pairs in matches if pairs[0] == sum(pairs)}
         left = set(range(generation.number)) - beaten
         return generation.write(self.folder, anchor_by=max(left, default=generation.number - 1))
 
@@ -390,7 +390,7 @@ class Cycle:
         ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):
                 while first not in played:
-                    played |= [next(results)]
+                    played.update([next(results)])
                 text, scores = played.pop(first)
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}{self.rules.ending}"
                 write_text(path, text)
