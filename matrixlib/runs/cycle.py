@@ -353,14 +353,12 @@ class Cycle:
         by_game = np.array([sums(held_out.only(own & (games == game))) for game in np.unique(games[own])])
         training = data.training.prepared_by(data.task.prepare_plain)
         train, _, trained = sums(training.only(self._of_games(training)), int(own.sum()))
-        losses, _, counts = by_game.T
-        if not (trained and counts.any()):
+        if not (trained and by_game[:, 2].any()):
             return {}
-        loss, chance, count = by_game.sum(0)
+        (losses, _, counts), (loss, chance, count) = by_game.T, by_game.sum(0).tolist()
         squares, known = ((losses - counts * loss / count) ** 2).sum(), (counts > 0).sum()
-        error = np.sqrt(squares * known / (known - 1)) if known > 1 else chance
-        figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
-        return {name: float(value) for name, value in figures.items()}
+        error = float(np.sqrt(squares * known / (known - 1))) if known > 1 else chance
+        return {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
 
     def _anchored(self, generation: Generation) -> Generation:
         """Fix the opponent of the anchor match: the newest earlier generation that no other has beaten in all games,
