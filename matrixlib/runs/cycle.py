@@ -97,7 +97,7 @@ def open_cycle(
     stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
     if configuration.merge(stored, {"network": {"task": config.network.task}}) == stored:  # import no other's code
         stored = configuration.dump(games.load_cycle(str(path)))  # with options that are newer than it
-    if stored | {key: wanted[key] for key in FREE} != wanted:
+    if (stored | {key: wanted[key] for key in FREE}) != wanted:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
@@ -353,23 +353,21 @@ class Cycle:
         by_game = np.array([sums(held_out.only(own & (games == game))) for game in np.unique(games[own])])
         training = data.training.prepared_by(data.task.prepare_plain)
         train, _, trained = sums(training.only(self._of_games(training)), int(own.sum()))
-        losses, _, counts = by_game.T
-        if not (trained and counts.any()):
+        if not (trained and by_game[:, 2].any()):
             return {}
-        loss, chance, count = by_game.sum(0)
+        (losses, _, counts), (loss, chance, count) = by_game.T, by_game.sum(0).tolist()
         squares, known = ((losses - counts * loss / count) ** 2).sum(), (counts > 0).sum()
-        error = np.sqrt(squares * known / (known - 1)) if known > 1 else chance
-        figures = {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
-        return {name: float(value) for name, value in figures.items()}
+        error = float(np.sqrt(squares * known / (known - 1))) if known > 1 else chance
+        return {"train": train / trained, "held out": loss / count, "error": error / count, "chance": chance / count}
 
     def _anchored(self, generation: Generation) -> Generation:
         """Fix the opponent of the anchor match: the newest earlier generation that no other has beaten in all games,
         so that the scale of ratings has no end; if there is none, the newest."""
         if generation.anchor or generation.anchor_by is not None or not self.config.match.anchor_pairs:
             return generation
-        known = [row for g in (*self.history(), generation) for row in g.results.items()]
-        beaten = {other for other, pairs in known if 0 < sum(pairs) == pairs[-1]}
-        beaten |= {g.number for g in self.history() for pairs in g.results.values() if 0 < sum(pairs) == pairs[0]}
+        matches = [(g.number, *row) for g in (*self.history(), generation) for row in g.results.items() if sum(row[1])]
+        beaten = {other for _, other, pairs in matches if pairs[-1] == sum(pairs)}
+        beaten |= {number for number, _, pairs in matches if pairs[0] == sum(pairs)}
         left = set(range(generation.number)) - beaten
         return generation.write(self.folder, anchor_by=max(left, default=generation.number - 1))
 
@@ -390,7 +388,7 @@ class Cycle:
         ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):
                 while first not in played:
-                    played |= [next(results)]
+                    played.update([next(results)])
                 text, scores = played.pop(first)
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}{self.rules.ending}"
                 write_text(path, text)
