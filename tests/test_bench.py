@@ -78,7 +78,7 @@ def test_the_command_prints_what_the_notebook_shows(reports: Path, capsys: pytes
     assert capsys.readouterr().err.splitlines()[-1].startswith("ValueError: unknown benchmark nonsense")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_searches_beside_lc0(
     reports: Path, shared: Path, lc0: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

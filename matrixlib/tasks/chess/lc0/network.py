@@ -84,36 +84,38 @@ def planes(batch: Mapping[str, Tensor], history: bool = True) -> Tensor:
         known = batch["known"].long()
     else:
         known = state[:, 0, SIDE].long() * 0
-    side = state[:, :1, SIDE]
     own = unpack_pieces(pieces.flatten(0, 1)).unflatten(0, pieces.shape[:2])
-    boards, repeated = _reorient(side, own, state[:, :, SIDE]), state[:, :, REPETITION]
+    sides, repeated = state[:, :, SIDE], state[:, :, REPETITION]
     if history:
-        boards, repeated = _filled(own, state, known, boards, repeated)
+        own, sides, repeated = _filled(own, state, known)
+    boards = _reorient(state[:, :1, SIDE], own, sides)
     if "hidden" in batch:
         boards = torch.where(unpack_maps(batch["hidden"]).flatten(1)[:, None] > 0, EMPTY, boards)
     classes = torch.arange(EMPTY, dtype=torch.uint8, device=boards.device)
     occupied = boards[:, :, None].eq(classes[:, None]).float()
     whole = repeated.gt(0).float()[:, :, None, None].expand(-1, -1, -1, 64)
     now = state[:, 0]
-    rights = torch.stack([now[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
+    bits = torch.arange(4, dtype=torch.int16, device=now.device) ^ 1
+    rights = now[:, CASTLING, None] >> bits & 1
     ones, clock = torch.ones_like(rights[:, :1]), now[:, HALFMOVE, None] / CLOCK_SCALE
     scalars = torch.cat([rights, now[:, SIDE, None], clock, 0 * ones, ones], dim=1).float()
     seen = torch.cat([occupied, whole], dim=2).flatten(1, 2)
     return torch.cat([seen, scalars[:, :, None].expand(-1, -1, 64)], dim=1).unflatten(2, (8, 8))
 
 
-def _filled(own: Tensor, state: Tensor, known: Tensor, boards: Tensor, repeated: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight boards (B, 8, 64) and repetitions (B, 8) from the known ones: `own` each from its own side."""
-    rows, side = torch.arange(len(own), device=own.device), state[:, :1, SIDE]
+def _filled(own: Tensor, state: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eight boards (B, 8, 64), each from its own side, with sides and repetitions (B, 8), from the known ones."""
+    rows = torch.arange(len(own), device=own.device)
     oldest, last = own[rows, known], state[rows, known]
     start = oldest.eq(device_table(_start_position, str(oldest.device))).all(1)
     start &= (last[:, CASTLING] == 15) & (last[:, SIDE] == 0)
-    fill = _reorient(side, _undo_double_step(oldest, last[:, EN_PASSANT, None])[:, None], last[:, None, SIDE])
-    fill, again = torch.where(start[:, None, None], EMPTY, fill), torch.where(start, 0, last[:, REPETITION])[:, None]
+    fill = torch.where(start[:, None], EMPTY, _undo_double_step(oldest, last[:, EN_PASSANT, None]))
     missing = torch.arange(1 + HISTORY_PLIES, device=known.device) > known[:, None]
-    more = 1 + HISTORY_PLIES - boards.shape[1]
-    boards = torch.where(missing[:, :, None], fill, F.pad(boards, (0, 0, 0, more)))
-    return boards, torch.where(missing, again, F.pad(repeated, (0, more)))
+    more = 1 + HISTORY_PLIES - own.shape[1]
+    boards = torch.where(missing[:, :, None], fill[:, None], F.pad(own, (0, 0, 0, more)))
+    sides = torch.where(missing, last[:, SIDE, None], F.pad(state[:, :, SIDE], (0, more)))
+    again = torch.where(start, 0, last[:, REPETITION])[:, None]
+    return boards, sides, torch.where(missing, again, F.pad(state[:, :, REPETITION], (0, more)))
 
 
 def lc0_index(batch: Mapping[str, Tensor]) -> Tensor:
