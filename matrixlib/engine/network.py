@@ -95,9 +95,8 @@ class Network:
     def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` on a batch of `inputs` (one row or more); results on the host in fp32."""
         assert not self.training, "the network must be in eval mode"
-        count = len(batch["policy_index"])
-        size = min(self._rows, count)
-        cuts = [{n: a[i : i + size] for n, a in batch.items()} for i in range(0, count, size)]
+        rows = self._rows
+        cuts = [{n: a[i : i + rows] for n, a in batch.items()} for i in range(0, len(batch["policy_index"]), rows)]
         parts = list((self._pool.map if self._pool else map)(partial(self._part, heads=heads), cuts))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

@@ -322,7 +322,7 @@ class Search:
         p.low[trees], p.high[trees] = -1, 1
         leaf = np.stack([trees, np.full_like(trees, -1), trees], 1)
         endings = self._endings(states, moves, offsets)
-        self._expand(self._evaluated(leaf, states, self.game.key(states), moves, offsets, endings))
+        self._expand(self._submit(leaf, states, self.game.key(states), moves, offsets, endings))
         self._roots[trees] = self.pool.child[trees]
 
     def _prepare(
@@ -366,16 +366,14 @@ class Search:
             endings = endings[np.repeat(~known, np.diff(offsets))]
             moves, offsets = _rows(~known, moves, offsets)
         kernels.settle(p, leaf[~live], exact[~live].astype(np.float32), distances[~live])
-        return self._evaluated(leaf[live], states[live], keys[live], moves, offsets, endings) if live.any() else None
+        return self._submit(leaf[live], states[live], keys[live], moves, offsets, endings) if live.any() else None
 
     def _endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
         if not self.options.look_ahead or not len(states):
             return np.full(len(moves), np.nan, np.float32)
         return self.game.endings(states, moves, offsets)
 
-    def _evaluated(
-        self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values
-    ) -> Batch:
+    def _submit(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values) -> Batch:
         """A batch of leaves with legal moves, whose evaluation begins."""
         before = (self._before(leaf),) if self._past.states.shape[1] else ()
         call = partial(self.evaluate, states, moves, offsets, *before)
