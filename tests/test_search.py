@@ -299,19 +299,19 @@ def test_batches_beside_each_other_are_under_way_at_once_and_a_tree_is_the_same_
     def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
         number = next(calls)
         started[number].set()
-        if number == 60:
-            assert started[61].wait(60), "the next batch is selected only after this one"
-        if number == 5:
-            assert not started[6].wait(0.1), "beside others in a tree of less than 128 visits"
+        if number == 90:
+            assert started[91].wait(60), "the next batch is selected only after this one"
+        if number == 40:
+            assert not started[41].wait(0.1), "beside others in a tree of less than 256 visits"
         return uniform(states, moves, offsets)
 
     options = SearchOptions(leaves=4)
     with ThreadPoolExecutor(2) as threads:
         tree = Search(ChessGame(), evaluate, options, beside=2, executor=threads)
-        (result,) = tree.run(300)
+        (result,) = tree.run(500)
     consistent(tree)
-    assert (result.simulations, result.visits.sum()) == (300, 300)
-    assert equal(result, Search(ChessGame(), uniform, options, beside=2).run(300)[0])
+    assert (result.simulations, result.visits.sum()) == (500, 500)
+    assert equal(result, Search(ChessGame(), uniform, options, beside=2).run(500)[0])
     gumbel = SearchOptions(leaves=4, max_num_considered_actions=4)  # whose halvings need all values before
     assert equal(*(Search(ChessGame(), uniform, gumbel, beside=beside).run(300)[0] for beside in (1, 2)))
 
@@ -350,7 +350,7 @@ def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
 def test_subtrees_are_kept() -> None:
     game = TicTacToe()
     tree = Search(game, uniform, plain(look_ahead=True), trees=2)
-    before = tree.run(300)[0]
+    before = tree.run(500)[0]
     nodes = tree.nodes
     tree.advance([0], [before.best])
     after = tree.run(0)

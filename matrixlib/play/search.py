@@ -26,7 +26,7 @@ in [-1, 1] for the sides to move). One with an attribute `history` above 0 is al
 `Past` of so many plies before each state."""
 
 MOST_PLIES = 256  # longest principal variation
-VISITS_PER_BATCH = 64  # of a tree, for each batch that is evaluated beside others
+VISITS_PER_BATCH = 128  # of a tree, for each batch that is evaluated beside others
 
 
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
@@ -131,7 +131,7 @@ class Search:
     """Trees over one game and one evaluator, by number from 0, searched together. A result is a pure function of state,
     history, moves, `seed`, `stream`, options and `beside`, whatever the other trees are.
 
-    beside: most batches of one tree that threads of `executor` evaluate at once, one for every 64 visits; virtual loss
+    beside: most batches of one tree that threads of `executor` evaluate at once, one for every 128 visits; virtual loss
     separates them too. Several trees and Gumbel searches evaluate one at a time.
     """
 
