@@ -246,8 +246,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "beside"), [*((options, 1) for options in OPTIONS), (OPTIONS[2], 3)])
-def test_small_trees_are_solved(options: SearchOptions, beside: int) -> None:
+def test_small_trees_are_solved(options: SearchOptions, beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proven value is the minimax value, with whatever options, and the move played keeps it."""
+    monkeypatch.setattr("matrixlib.play.search.VISITS_PER_BATCH", 1)
     solved = 0
     for seed in range(25):
         game = random_tree(seed)
@@ -350,7 +351,7 @@ def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
 def test_subtrees_are_kept() -> None:
     game = TicTacToe()
     tree = Search(game, uniform, plain(look_ahead=True), trees=2)
-    before = tree.run(500)[0]
+    before = tree.run(300)[0]
     nodes = tree.nodes
     tree.advance([0], [before.best])
     after = tree.run(0)
@@ -450,8 +451,11 @@ def test_gumbel_batches_do_not_cross_a_halving() -> None:
 
 
 @pytest.mark.parametrize("beside", [1, 2])
-def test_an_interrupted_search_can_be_used_again_and_one_can_be_stopped(beside: int) -> None:
+def test_an_interrupted_search_can_be_used_again_and_one_can_be_stopped(
+    beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluator that fails once, in the midst of a batch: afterwards as if nothing had been."""
+    monkeypatch.setattr("matrixlib.play.search.VISITS_PER_BATCH", 1)
     game, calls = TicTacToe(), iter(range(1000))
 
     def fails(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:

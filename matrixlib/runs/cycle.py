@@ -264,7 +264,8 @@ class Cycle:
             return generation
         if generation.sources is None:
             generation = self._settle(generation)
-        number, sources = generation.number, generation.sources or {}
+        number, sources = generation.number, generation.sources
+        assert sources is not None
         folders = {f"selfplay_{one:03d}": self._shards(one) for one in range(1, number + 1)}
         if gone := [name for name in sources if name in folders and not _positions(folders[name])]:
             raise CycleError(
