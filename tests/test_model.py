@@ -48,6 +48,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     "squeeze-excite": ({"se_ratio": 0.25}, BLOCKS * (2 * C * S + S + C)),
     "droppath and dropout": ({"droppath": 0.3, "dropout": 0.2, "attention": ATTENTION}, ATTENDED),
     "chess features": ({"chess_features": True}, 64 * C + C * C + 9 * C * C + 4 * C),
+    "open lines": ({"lines": 8, "attention": ATTENTION, "checkpoint_every": 1}, ATTENDED),
+    "open lines in bottlenecks": ({"lines": 8, "preact": False, "block": "bottleneck"}, BLOCKS * (NARROW - CONV)),
     "masked attention": ({"attention": ATTENTION | {"mask": True}}, ATTENDED),
     "without bias": ({"attention": ATTENTION | {"mask": True, "bias": False}}, ATTENDED - 4 * 64 * 64),
     "blended attention": ({"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.3}}, ATTENDED),

@@ -9,6 +9,7 @@ import torch
 from positions import hard_positions, random_positions
 
 from matrixlib.tasks.chess import planes, records
+from matrixlib.tasks.chess.blocks import LINE_WEIGHT, OpenLines, along_lines
 
 ENCODINGS = ("oriented", "matrix0")
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
@@ -51,6 +52,26 @@ def test_oriented_planes() -> None:
     assert x.dtype == torch.float32
     for i, board in enumerate(some):
         assert np.array_equal(x[i].numpy(), oriented(board, repetition[i])), board.fen()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_open_lines(encoding: str) -> None:
+    some = hard_positions() + random_positions(20, seed=43)
+    x = planes.planes(packed(records.from_boards(some)), encoding)
+    lines = OpenLines()(x)
+    seen = along_lines(x[:, :12], 4, lines).flatten(2)
+    for row, board in enumerate(some):
+        occupied = int((board if encoding == "matrix0" or board.turn else board.mirror()).occupied)
+        occupied = chess.flip_vertical(occupied) if encoding == "matrix0" else occupied
+        for square in range(64):
+            rank, file = (chess.BB_RANK_ATTACKS, chess.BB_RANK_MASKS), (chess.BB_FILE_ATTACKS, chess.BB_FILE_MASKS)
+            for line, ways in enumerate(((rank, file), ((chess.BB_DIAG_ATTACKS, chess.BB_DIAG_MASKS),))):
+                attacks = chess.SquareSet(sum(table[square][masks[square] & occupied] for table, masks in ways))
+                assert (lines[line][row, square] == LINE_WEIGHT).tolist() == attacks.tolist(), board.fen()
+    channels = x[:, :12].flatten(2)
+    torch.testing.assert_close(seen[:, :4], torch.einsum("bij,bcj->bci", lines[0], channels[:, :4]))
+    torch.testing.assert_close(seen[:, 4:8], torch.einsum("bij,bcj->bci", lines[1], channels[:, 4:8]))
+    assert torch.equal(seen[:, 8:], channels[:, 8:])
 
 
 def test_matrix0_parity(shared: Path) -> None:

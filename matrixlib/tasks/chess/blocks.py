@@ -3,21 +3,25 @@
 Shapes: B positions, C trunk channels, 8 rows, 8 columns. Every block maps (B, C, 8, 8) to the same shape.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from matrixlib.hardware import backend
+from matrixlib.tasks.chess.bitboard import BETWEEN
 from matrixlib.tasks.chess.config import ModelConfig
 
 SQUARES = 64
 SCORE_LIMIT = 50.0  # clamp of attention scores in Matrix0
 MASKED_SCORE = -1e4  # finite in float16, and far below every score
+LINE_WEIGHT = 0.35  # the sum over eight squares is then about as large as the summands
 GROUP_CHANNELS = 16  # per GroupNorm group, as in Matrix0
 
 Activation = Callable[[Tensor], Tensor]
@@ -41,6 +45,39 @@ def board_mask() -> Tensor:
     return (rows == 0) | (columns == 0) | (rows == columns) | (rows * columns == 2)
 
 
+class OpenLines(nn.Module):
+    """Planes (B, C, 8, 8) -> two matrices (B, 64, 64): LINE_WEIGHT where a rook, or a bishop, on the one square would
+    see the other, and 0 elsewhere; the pieces are the first 12 planes."""
+
+    between: Tensor
+    aligned: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        square = np.arange(SQUARES)
+        rows, columns = (abs(part[:, None] - part) for part in (square // 8, square % 8))
+        aligned = np.stack([(rows == 0) ^ (columns == 0), (rows == columns) & (rows > 0)]).reshape(2, -1)
+        between = (BETWEEN.reshape(-1, 1) >> square.astype(np.uint64) & 1).astype(np.float32)
+        self.register_buffer("aligned", torch.from_numpy(LINE_WEIGHT * aligned).float(), persistent=False)
+        self.register_buffer("between", torch.from_numpy(-LINE_WEIGHT * between), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, planes: Tensor) -> list[Tensor]:
+        pieces = planes[:, :12].sum(1).flatten(1)
+        # One piece between two squares takes all of the weight, further ones are cut off at 0
+        return [F.relu(F.linear(pieces, self.between, line)).unflatten(1, (SQUARES, SQUARES)) for line in self.aligned]
+
+
+def along_lines(x: Tensor, channels: int, lines: Sequence[Tensor]) -> Tensor:
+    """x (B, C, 8, 8), of which the first `channels` channels are replaced by their sums over the squares that each
+    square sees along ranks and files, and as many by sums along diagonals. lines: of `OpenLines`."""
+    rest = x.shape[1] - channels * len(lines)
+    *seen, others = x.flatten(2).transpose(1, 2).split([channels] * len(lines) + [rest], dim=2)
+    seen = [torch.bmm(line, part) for line, part in zip(lines, seen, strict=True)]
+    out = torch.cat([*seen, others], dim=2).transpose(1, 2).unflatten(2, (8, 8))
+    return out.contiguous() if x.is_contiguous() else out  # keep the memory format
+
+
 class GroupNorm(nn.GroupNorm):
     """Without torch's check of the batch size in Python, which takes as long as the kernel for one position."""
 
@@ -62,14 +99,14 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
     return GroupNorm(groups, channels)
 
 
-def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """Activation checkpointing: keep only `x` and recompute the block in the backward pass."""
+def checkpointed(block: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
+    """Activation checkpointing: keep only the inputs and recompute the block in the backward pass."""
     if torch.compiler.is_compiling():  # handles side effects of the recomputation itself
-        return checkpoint(block, x, use_reentrant=False)
+        return checkpoint(block, x, *inputs, use_reentrant=False)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
     stream = None if backend.replays_rng(x.device) else backend.rng_state(x.device)
     contexts = lambda: (nullcontext(), _recomputation(norms, x.device, stream))  # noqa: E731
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block, x, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
@@ -159,7 +196,8 @@ class DropPath(nn.Module):
 class ResidualBlock(nn.Module):
     """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; ValueError for an empty bottleneck.
 
-    `preact`: x + SE(conv(act(norm(...)))); otherwise conv-norm-act with an activation after the sum.
+    `preact`: x + SE(conv(act(norm(...)))); otherwise conv-norm-act with an activation after the sum. With `lines` the
+    last convolution sees some channels `along_lines`.
     """
 
     def __init__(self, config: ModelConfig, drop: float) -> None:
@@ -170,7 +208,7 @@ class ResidualBlock(nn.Module):
         shapes = [(width, width, 3), (width, width, 3)]
         if config.block == "bottleneck":
             shapes = [(width, inner, 1), (inner, inner, 3), (inner, width, 1)]
-        self.preact = config.preact
+        self.preact, self.lines = config.preact, config.lines
         self.convs = nn.ModuleList(nn.Conv2d(a, b, size, padding=size // 2, bias=False) for a, b, size in shapes)
         self.norms = nn.ModuleList(
             make_norm(config.norm.blocks, a if config.preact else b, config.norm.momentum) for a, b, _ in shapes
@@ -180,13 +218,16 @@ class ResidualBlock(nn.Module):
         self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation, lc0) if config.se_ratio else None
         self.drop = DropPath(drop)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lines: Sequence[Tensor] = ()) -> Tensor:
         branch = x
-        for k, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+        for k, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True), start=1):
             if self.preact:
-                branch = conv(self.activation(norm(branch)))
-            else:
-                branch = norm(conv(self.activation(branch) if k else branch))
+                branch = self.activation(norm(branch))
+            elif k > 1:
+                branch = self.activation(branch)
+            if lines and k == len(self.convs):
+                branch = along_lines(branch, self.lines, lines)
+            branch = conv(branch) if self.preact else norm(conv(branch))
         if self.se is not None:
             branch = self.se(branch)
         x = x + (self.drop(branch) if self.training else branch)

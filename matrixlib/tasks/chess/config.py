@@ -22,6 +22,7 @@ LC0_OPTIONS: dict[str, tuple[Any, ...]] = {  # of the networks that Lc0's weight
     "norm.blocks": ("batch",),
     "norm.stem_heads": ("batch",),
     "chess_features": (False,),
+    "lines": (0,),
     "attention.every": (0,),
     "policy.kind": ("conv", "attention", "dense"),
     "policy.clamp": (0.0,),
@@ -107,6 +108,9 @@ class ModelConfig(Section):
     )
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and heads")
     chess_features: bool = option(False, "Matrix0's position encoding and feature convolutions")
+    lines: CountOrZero = option(
+        0, "channels of each residual block summed over the squares seen on ranks and files, and as many on diagonals"
+    )
     attention: AttentionConfig = AttentionConfig()
     encoder: EncoderConfig = EncoderConfig()
     policy: PolicyHeadConfig = PolicyHeadConfig()
@@ -129,6 +133,9 @@ class ModelConfig(Section):
             raise ValueError(f"{given} must be multiples of 16 for trunk encoder, as Lc0's GPU backends want it")
         if self.trunk == "encoder" and (self.encoding != "lc0" or not self.blocks):
             raise ValueError("trunk encoder needs encoding lc0 (preset lc0_quick) and blocks above 0")
+        inner = self.channels if self.block == "basic" else self.channels // self.bottleneck
+        if 2 * self.lines > inner:
+            raise ValueError(f"lines {self.lines}: twice as many are summed, and blocks have {inner}; set {inner // 2}")
         if len(set(self.ssl)) != len(self.ssl):
             raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
         if self.encoding == "lc0" and (changes := lc0_changes(self, bool(info.context))):

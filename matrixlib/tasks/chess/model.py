@@ -23,6 +23,7 @@ from matrixlib.tasks.chess.blocks import (
     AttentionBlock,
     ChessFeatures,
     ConvNorm,
+    OpenLines,
     ResidualBlock,
     checkpointed,
     in_fp32,
@@ -292,11 +293,13 @@ class PolicyValueNet(nn.Module):
         self.config = config
         self.temperature: nn.Module | None = None  # learned distillation temperature
         self.features: nn.Module | None = None
+        self.lines: nn.Module | None = None
         self.ssl_chunk = 0  # positions per chunk of the self-supervised heads; 0: the whole batch
         width = config.channels
         if trunk is None and body is None:
             self.stem = ConvNorm(config, input_planes(config), width, 3)
             self.features = ChessFeatures(config) if config.chess_features else None
+            self.lines = OpenLines() if config.lines else None
             self.tower = nn.ModuleList(_build_tower(config))
         if body is None:
             self.policy_head = PolicyHead(config)
@@ -375,11 +378,13 @@ class PolicyValueNet(nn.Module):
         x = self.stem(planes)
         if self.features is not None:
             x = self.features(x)
+        lines = [] if self.lines is None else self.lines(planes)
         every = self.config.checkpoint_every if self.training and torch.is_grad_enabled() else 0
         for number, block in enumerate(self.tower, start=1):
             if stream is not None:
                 stream.append(x)
-            x = checkpointed(block, x) if every and number % every == 0 else block(x)
+            inputs = (x, lines) if lines and isinstance(block, ResidualBlock) else (x,)
+            x = checkpointed(block, *inputs) if every and number % every == 0 else block(*inputs)
         if stream is not None:
             stream.append(x)
         return x
