@@ -8,16 +8,12 @@ from typing import Any
 import chess
 import chess.engine
 import chess.pgn
-import nbformat
 import numpy as np
 import pytest
-from cells import definitions, run_notebook
-from click.testing import CliRunner
-from papermill.cli import papermill as papermill_command
+from cells import Shown, definitions, run_notebook
 from test_lc0_train import asked
 
 from matrixlib.data.shards import check
-from matrixlib.files import NOTEBOOKS
 from matrixlib.runs.notebook import ParameterError
 from matrixlib.tasks import load
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices, policy_index
@@ -124,93 +120,63 @@ def test_what_cannot_be_learned_from_is_refused_before_anything_is_trained(
     assert not list(reports.iterdir())
 
 
-def some_games(shared: Path, count: int) -> str:
-    """The first games of Matrix0 against Stockfish."""
+@pytest.fixture(scope="module")
+def learned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shown]:
+    """Maia has learned 30 games in a few updates: the folder with mine.pb.gz and reports/mine. The first game comes
+    again as the newest, with other headers."""
+    folder = tmp_path_factory.mktemp("mine")
     whole = (shared / "games" / "engine_matches.pgn").read_text(encoding="utf-8")
-    return "\n\n[Event ".join(whole.split("\n\n[Event ")[:count]) + "\n"
+    games = "\n\n[Event ".join(whole.split("\n\n[Event ")[:30]) + "\n"  # Matrix0 against Stockfish
+    copy = chess.pgn.read_game(io.StringIO(games))
+    assert copy is not None
+    copy.headers.update(Event="copy", Date="2026.01.02")
+    (folder / "games.pgn").write_text(f"{games}\n{copy}\n", encoding="utf-8")
+    frozen = {"train": {"freeze": ["stem", "tower"]}, "runtime": {"precision": "fp32"}, "validation": {"interval": 16}}
+    given = {"pgn": "games.pgn", "player": "Matrix0", "network": str(shared / "maia" / "maia-1100.pb.gz"), "steps": 16}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MATRIXLIB_REPORTS", str(folder / "reports"))
+        return folder, run_notebook("mine", **given, device="cpu", lc0="mine.pb.gz", run="mine", overrides=frozen)
 
 
 @pytest.mark.slow
-def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, reports: Path, tmp_path: Path) -> None:
-    games, file = tmp_path / "games.pgn", tmp_path / "mine.pb.gz"
-    games.write_text(some_games(shared, 30), encoding="utf-8")
+def test_maia_learns_a_players_games_and_goes_to_lc0(shared: Path, learned: tuple[Path, Shown]) -> None:
+    folder, shown = learned
     maia = str(shared / "maia" / "maia-1100.pb.gz")
-    frozen = {"train": {"freeze": ["stem", "tower"]}, "runtime": {"precision": "fp32"}, "validation": {"interval": 16}}
-    shown = run_notebook(
-        "mine", pgn=str(games), player="Matrix0", network=maia, steps=16, device="cpu", overrides=frozen, lc0=str(file)
-    )
-    assert "30 games, 0 broken ones left out; trained on 24, held out 6" in shown.text
-    assert not shown.failed
     assert {"policy", "value"} <= shown.values["stats"].losses.keys(), "moves and results are learned"
     for part in ("opening", "middlegame", "unknown"):
         assert re.search(
             rf"{part} +(\d+\.\d% \[\d+%, \d+%\] +){{3}}-?\d+\.\d% \[-?\d+%, -?\d+%\] +\d+$", shown.text, re.M
         )
+    assert re.search(
+        r"^for Lc0: mine.pb.gz\npass  my moves are likelier than before +\d\.\d\d nats, before \d\.\d\d\n"
+        r"pass  more of my moves are found than before +\+.*\nVERDICT: PASS$",
+        shown.text,
+        re.M,
+    )
     row = shown.values["distance"].idxmax()
     asked = shown.values["asked"][row].board
     assert shown.values["cards"][0].board == asked
     new, old = (next(iter(net.evaluate_boards([asked]))).moves for net in shown.values["nets"].values())
     apart = sum(abs(new[move] - old[move]) for move in new) / 2
     assert shown.values["distance"][row] == pytest.approx(apart, abs=1e-4)
-    own, base = shown.values["nets"]["trained on my games"], load(maia, device="cpu")
+    own, base = (load(source, device="cpu") for source in (str(folder / "reports" / "mine"), maia))
     for name, tensor in base.model.state_dict().items():
         if name.startswith(("stem", "tower")):
             assert np.allclose(own.model.state_dict()[name], tensor)
     board = chess.Board()
     board.push_uci("a2a3")
-    (before,), (after,) = (list(load(str(path), device="cpu").evaluate_boards([board])) for path in (maia, file))
-    (tuned,) = own.evaluate_boards([board])
+    file = load(str(folder / "mine.pb.gz"), device="cpu")
+    (before,), (after,), (tuned,) = (list(net.evaluate_boards([board])) for net in (base, file, own))
     assert after.moves == pytest.approx(tuned.moves, abs=2e-3)
+    assert after.wdl == pytest.approx(tuned.wdl, abs=5e-3)
     assert after.moves != pytest.approx(before.moves, abs=2e-3)
 
 
-@pytest.fixture(scope="module")
-def command(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder in which the guide's command has run, in a few updates: out.ipynb, mine.pb.gz, reports/mine. The first of
-    its 24 games comes again as the newest, with other headers."""
-    folder = tmp_path_factory.mktemp("mine")
-    games = some_games(shared, 24)
-    copy = chess.pgn.read_game(io.StringIO(games))
-    assert copy is not None
-    copy.headers.update(Event="copy", Date="2026.01.02")
-    (folder / "games.pgn").write_text(f"{games}\n{copy}\n", encoding="utf-8")
-    given = {"pgn": "games.pgn", "player": "Matrix0", "network": shared / "maia" / "maia-1100.pb.gz", "steps": 6}
-    given |= {"lc0": "mine.pb.gz", "run": "mine"}
-    words = [str(NOTEBOOKS / "mine.ipynb"), "out.ipynb", "-k", "python3", "--no-progress-bar"]
-    words += [word for name, value in given.items() for word in ("-p", name, str(value))]
-    words += ["-y", "overrides: {validation: {interval: 6}, runtime: {precision: fp32}}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, value in {"REPORTS": str(folder / "reports"), "DEVICE": "cpu", "LIVE": "0"}.items():
-            patch.setenv(f"MATRIXLIB_{name}", value)
-        done = CliRunner().invoke(papermill_command, words)
-    assert done.exit_code == 0, done.output
-    return folder
-
-
 @pytest.mark.slow
-def test_the_command_ends_with_a_verdict_and_a_file_of_the_network(command: Path) -> None:
-    cells = [cell for cell in nbformat.read(command / "out.ipynb", 4).cells if cell.cell_type == "code"]
-    text = "".join(output.text for output in cells[-1].outputs)
-    assert re.fullmatch(
-        r"for Lc0: mine.pb.gz\npass  my moves are likelier than before +\d\.\d\d nats, before \d\.\d\d\n"
-        r"pass  more of my moves are found than before +\+.*\nVERDICT: PASS\n",
-        text,
-    )
-    written, trained = (load(str(command / name), device="cpu") for name in ("mine.pb.gz", "reports/mine"))
-    board = chess.Board()
-    board.push_uci("a2a3")
-    (file,), (run,) = (net.evaluate_boards([board]) for net in (written, trained))
-    assert file.moves == pytest.approx(run.moves, abs=5e-3)
-    assert file.wdl == pytest.approx(run.wdl, abs=5e-3)
-
-
-@pytest.mark.slow
-def test_no_game_is_trained_on_and_held_out(command: Path) -> None:
-    cells = nbformat.read(command / "out.ipynb", 4).cells
-    text = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", ()))
-    assert "24 games, 0 broken and 1 repeated ones left out; trained on 19, held out 5" in text
-    (folder,) = (command / "reports").glob("mine-games-*")
+def test_no_game_is_trained_on_and_held_out(learned: tuple[Path, Shown]) -> None:
+    assert "30 games, 0 broken and 1 repeated ones left out; trained on 24, held out 6" in learned[1].text
+    (folder,) = (learned[0] / "reports").glob("mine-games-*")
     late = []
     for split in ("train", "validation"):
         rows = np.load(folder / f"{split}.npz")["records"]
@@ -220,8 +186,8 @@ def test_no_game_is_trained_on_and_held_out(command: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lc0_plays_as_the_file_says(command: Path, lc0: str) -> None:
-    path, board = command / "mine.pb.gz", chess.Board()
+def test_lc0_plays_as_the_file_says(learned: tuple[Path, Shown], lc0: str) -> None:
+    path, board = learned[0] / "mine.pb.gz", chess.Board()
     board.push_uci("a2a3")
     (ours,) = load(str(path), device="cpu").evaluate_boards([board])
     with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={path}", "--backend=blas"]) as engine:
