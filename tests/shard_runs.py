@@ -155,7 +155,7 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
         out["network"] = distance(network, state)
     else:
         out["network"] = model
-    trainers = compare("poison", change=poison, task=DeepTask(gate_plane=True), gating={"freeze_steps": 2})
+    trainers = compare("poison", 6, change=poison, task=DeepTask(gate_plane=True), gating={"freeze_steps": 2})
     out["poison messages"], out["poison health"] = trainers[-1].messages, health(trainers)
     out["idle"] = [trainer.model.get_parameter("idle.weight").grad is None for trainer in trainers]
     out["ruin health"] = health(compare("ruin", change=ruin))

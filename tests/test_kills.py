@@ -36,7 +36,7 @@ SOAK = pytest.mark.soak
 @pytest.mark.parametrize(
     ("task", "kills", "compress"),
     [
-        ("toy", 6, 0),
+        ("toy", 4, 0),
         ("latin", 2, 0),
         pytest.param("toy", 100, 0, marks=SOAK),
         pytest.param("toy", 30, 3, marks=SOAK),

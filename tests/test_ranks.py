@@ -78,6 +78,7 @@ def test_a_rank_that_is_gone_or_hangs_is_known_by_its_process_and_by_time(monkey
     assert reason(os.getpid(), 60.0) == "words of another torch", "an error of this rank's own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("double", "tolerance"), [(True, 1e-12), (False, 1e-5)])
 def test_any_number_of_ranks_gives_the_same_weights(
     results: list[dict[str, Any]], double: bool, tolerance: float

@@ -147,6 +147,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_work_goes_on_to_the_same_bytes(made, stockfish, tmp_path):
     folder, script = tmp_path / "work", tmp_path / "script.py"
     parameters = {name: getattr(TINY, name) for name in Parameters.__dataclass_fields__}

@@ -26,6 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[d
     return results_of(forkserver, member, tmp_path_factory.mktemp("shards"), [0, 0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser", SHARDED_OPTIMISERS)
 def test_weights_averages_and_moments_are_those_of_a_whole_network(
     results: list[dict[str, Any]], optimiser: str
