@@ -87,10 +87,6 @@ def test_two_processes_unpack_at_once(package, tmp_path, forkserver):
     assert not damage(folders.pop(), read_manifest(package))
 
 
-def test_the_shipped_set_unpacks_where_nothing_was(tmp_path):
-    assert unpack_sample(tmp_path).is_dir()
-
-
 @pytest.mark.soak
 def test_the_shipped_set_is_sound(tmp_path):
     """Unpacked whole: counts, splits by game, no position twice, targets that sum to one; nbval of data.ipynb audits a
