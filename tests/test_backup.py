@@ -36,6 +36,16 @@ def trained(run: runs.Run, updates: int | None = None) -> None:
     assert run.complete or updates
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a backup that nothing stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIXLIB_REPORTS", str(tmp_path_factory.mktemp("whole")))
+        run = opened("", "whole")
+        trained(run)
+    return run.folder
+
+
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backups, "LOOK_SECONDS", 0.0)
@@ -49,9 +59,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("stop", "killed"), [(6, False), (6, True), (None, False)])
 def test_a_lost_run_is_restored_and_goes_on_with_the_same_bits(
-    reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int | None, killed: bool
+    whole: Path, reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int | None, killed: bool
 ) -> None:
-    trained(opened("", "whole"))
     run = opened(tmp_path / "safe")
     if killed:  # no copy at the end
         monkeypatch.setattr(backups.Backup, "end", backups.Backup._problem)
@@ -62,10 +71,9 @@ def test_a_lost_run_is_restored_and_goes_on_with_the_same_bits(
     if not killed:
         assert tree(reports / "lost") == {name: data for name, data in before.items() if name not in backups.LEFT_OUT}
     trained(opened(tmp_path / "safe"))
-    assert_equal(final_weights(reports / "whole"), final_weights(reports / "lost"))
-    rows = [metrics.read(reports / name / "metrics.jsonl") for name in ("whole", "lost")]
-    whole, lost = ([row["loss"] for row in part] for part in rows)
-    assert whole == lost
+    assert_equal(final_weights(whole), final_weights(reports / "lost"))
+    losses = [[row["loss"] for row in metrics.read(run / "metrics.jsonl")] for run in (whole, reports / "lost")]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.usefixtures("eager")

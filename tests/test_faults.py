@@ -9,6 +9,7 @@ from cells import run_notebook
 from matrixlib.runs.compare import read_result
 from matrixlib.runs.notebook import ParameterError
 
+SMALL = {"model": {"channels": 16, "blocks": 1}, "validation": {"limit": 256}}
 SAYS = {
     "nan_target": "not finite: loss of",
     "inf_input": "a non-finite gradient",
@@ -51,7 +52,9 @@ def test_each_fault_is_noticed_loses_nothing_and_ends_near_the_clean_runs(report
 @pytest.mark.slow
 def test_a_run_beyond_the_clean_ones_fails_and_what_is_lost_is_seen(reports: Any) -> None:
     """Zero standard deviations are allowed to no run that has lost a batch."""
-    shown = run_notebook("faults", device="cpu", faults="learning_rate, no_policies", steps=20, seeds=2, deviations=0.0)
+    shown = run_notebook(
+        "faults", device="cpu", faults="learning_rate, no_policies", steps=20, seeds=2, deviations=0.0, overrides=SMALL
+    )
     assert "no target in a batch (validation loss" in shown.failed
     assert "clean runs" not in shown.failed
     values = shown.values

@@ -44,6 +44,14 @@ def train(name: str, strength: dict[str, Any], until: int = 0, **more: Any) -> P
     return current.folder
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without matches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIXLIB_REPORTS", str(tmp_path_factory.mktemp("plain")))
+        return train("plain", {"every": 0})
+
+
 def points(folder: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row["strength"] for row in metrics.read(folder / "metrics.jsonl") if "strength" in row}
 
@@ -60,8 +68,8 @@ def equal(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_matches_change_nothing_and_a_resumed_run_has_the_same(reports: Path, drawn: None) -> None:
-    plain, whole = train("plain", {"every": 0}), train("whole", MATCHES)
+def test_matches_change_nothing_and_a_resumed_run_has_the_same(plain: Path, reports: Path, drawn: None) -> None:
+    whole = train("whole", MATCHES)
     assert equal(plain, whole)
     assert list(points(whole)) == [4, 8, 10], "and after the last update"
     assert not points(plain)
@@ -106,8 +114,8 @@ def test_the_anchor_is_the_network_that_the_run_begins_with(reports: Path) -> No
     assert (scores[0], scores[1] != 0.5) == (0.5, True)
 
 
-def test_an_anchor_is_a_run_that_must_stay_as_it_was(reports: Path) -> None:
-    anchor = train("anchor", {"every": 0})
+def test_an_anchor_is_a_run_that_must_stay_as_it_was(plain: Path, reports: Path) -> None:
+    anchor = Path(shutil.copytree(plain, reports / "anchor"))
     named = {**MATCHES, "anchor": "anchor"}
     assert equal(train("other", named), anchor), "building the anchor's network draws no weights of the run's"
     folder = train("mine", named, until=5)
@@ -122,14 +130,13 @@ def test_an_anchor_is_a_run_that_must_stay_as_it_was(reports: Path) -> None:
 
 
 def test_an_engine_is_an_anchor_whose_failure_costs_a_match_and_not_the_training(
-    reports: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    plain: Path, reports: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     flag = tmp_path / "ill"
     engine = fake_engine(
         tmp_path, FIRST_MOVE.replace("{answer}", f"if __import__('os').path.exists({str(flag)!r}): sys.exit(4)")
     )
     matches = {**MATCHES, "anchor": f"{engine} depth=3 Hash=8"}
-    plain = train("plain", {"every": 0})
     current = runs.open_run(run="mine", overrides=merge(PLAIN, {"validation": {"strength": matches}}))
     for stats in current.train():
         if stats.step in (5, 9):
