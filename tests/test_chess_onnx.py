@@ -35,10 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 needs_packages = pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
 SMALL = {"channels": 32, "blocks": 2, "value": {"channels": 8, "hidden": 16}}
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "group norm, attention, all heads": (
+    "group norm, open lines, attention, all heads": (
         "small",
         {
             **SMALL,
+            "lines": 8,
             "attention": {"every": 1, "heads": 2, "bias": True, "mask": True, "unmasked_mix": 0.3},
             "policy": {"kind": "attention", "channels": 8, "rank": 16},
             "ssl": ["piece", "threat", "pin", "fork", "control"],

@@ -140,6 +140,8 @@ def test_norm_is_honoured_in_every_block_and_head(in_blocks: str, in_heads: str)
     [
         ({"channels": 56}, r"3 groups do not divide 56 channels.*multiples of 16"),
         ({"channels": 256, "attention": {"every": 1, "heads": 12}}, "heads 12 does not divide channels 256"),
+        ({"lines": 17}, "lines 17: twice as many are summed, and blocks have 32 channels; set 16"),
+        ({"lines": 9, "block": "bottleneck"}, "lines 9: twice as many are summed, and blocks have 16 channels; set 8"),
         ({"block": "bottleneck", "bottleneck": 40}, "bottleneck 40 leaves no channel of 32"),
     ],
 )
@@ -404,7 +406,7 @@ def test_flops_are_of_what_is_asked_for_and_never_of_what_is_repeated(monkeypatc
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_memory_format_changes_nothing(norm: str) -> None:
-    net = build(attention=ATTENTION | {"norm": norm}, chess_features=True, se_ratio=0.25).eval()
+    net = build(attention=ATTENTION | {"norm": norm}, chess_features=True, se_ratio=0.25, lines=8).eval()
     x = planes()
     with torch.no_grad():
         plain = net(x)

@@ -135,7 +135,8 @@ class ModelConfig(Section):
             raise ValueError("trunk encoder needs encoding lc0 (preset lc0_quick) and blocks above 0")
         inner = self.channels if self.block == "basic" else self.channels // self.bottleneck
         if 2 * self.lines > inner:
-            raise ValueError(f"lines {self.lines}: twice as many are summed, and blocks have {inner}; set {inner // 2}")
+            most = f"blocks have {inner} channels; set {inner // 2} at most"
+            raise ValueError(f"lines {self.lines}: twice as many are summed, and {most}")
         if len(set(self.ssl)) != len(self.ssl):
             raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
         if self.encoding == "lc0" and (changes := lc0_changes(self, bool(info.context))):
