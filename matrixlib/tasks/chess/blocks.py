@@ -194,7 +194,8 @@ class DropPath(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; ValueError for an empty bottleneck.
+    """3x3-3x3 (`basic`), 3x3-1x1 (`light`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; ValueError for an
+    empty bottleneck.
 
     `preact`: x + SE(conv(act(norm(...)))); otherwise conv-norm-act with an activation after the sum. With `lines` the
     last convolution sees some channels `along_lines`.
@@ -205,7 +206,7 @@ class ResidualBlock(nn.Module):
         width, inner = config.channels, config.channels // config.bottleneck
         if inner == 0 and config.block == "bottleneck":
             raise ValueError(f"bottleneck {config.bottleneck} leaves no channel of {width}; use at most {width}")
-        shapes = [(width, width, 3), (width, width, 3)]
+        shapes = [(width, width, 3), (width, width, 1 if config.block == "light" else 3)]
         if config.block == "bottleneck":
             shapes = [(width, inner, 1), (inner, inner, 3), (inner, width, 1)]
         self.preact, self.lines = config.preact, config.lines
