@@ -440,7 +440,7 @@ def test_the_network_compiles_whole_with_checkpointing(kind: str) -> None:
     """torch.compile in one graph gives the same gradients and the same running statistics."""
     result = []
     for compiled in (False, True):
-        net = build(norm={"blocks": kind, "momentum": 0.3}, attention=ATTENTION, checkpoint_every=1).train()
+        net = build(norm={"blocks": kind, "momentum": 0.3}, attention=ATTENTION, lines=8, checkpoint_every=1).train()
         call = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
         out = call(planes(8), frozenset({"policy", "value"}))
         (out["policy"].square().sum() + out["value"].square().sum()).backward()

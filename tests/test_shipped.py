@@ -1,11 +1,13 @@
 """The network that comes with the package: found where no run is, refused where it is damaged, never overwritten."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from shipping import ship_network
 
 from matrixlib import files
@@ -51,7 +53,9 @@ def test_it_plays_where_there_is_no_run_and_steps_back_for_one(reports: Path) ->
 
 def test_training_and_cycles_begin_with_it(reports: Path) -> None:
     expected = weights(load("shipped", device="cpu"))
-    run = runs.open_run("quick", run="more", init="shipped", overrides={name: TINY[name] for name in ("data", "train")})
+    network = yaml.safe_load(re.findall('overrides: (.*)"', (files.SHIPPED / "README.md").read_text())[0])
+    overrides = network | {name: TINY[name] for name in ("data", "train")}
+    run = runs.open_run("quick", run="more", init="shipped", overrides=overrides)
     assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
     run.close()
     cycle = open_cycle("demo", "cpu", "c", {"start": "shipped"})

@@ -65,7 +65,8 @@ class OpenLines(nn.Module):
     def forward(self, planes: Tensor) -> list[Tensor]:
         pieces = planes[:, :12].sum(1).flatten(1)
         # One piece between two squares takes all of the weight, further ones are cut off at 0
-        return [F.relu(F.linear(pieces, self.between, line)).unflatten(1, (SQUARES, SQUARES)) for line in self.aligned]
+        seen = (F.linear(pieces, self.between, line).clamp(min=0) for line in self.aligned)
+        return [line.unflatten(1, (SQUARES, SQUARES)) for line in seen]
 
 
 def along_lines(x: Tensor, channels: int, lines: Sequence[Tensor]) -> Tensor:
