@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import chess
+import chess.engine
 import chess.pgn
 import numpy as np
 import pytest
 from cells import Shown, definitions, run_notebook
+from test_lc0_train import asked
 
 from matrixlib.data.shards import check
 from matrixlib.runs.notebook import ParameterError
@@ -181,3 +183,14 @@ def test_no_game_is_trained_on_and_held_out(learned: tuple[Path, Shown]) -> None
         late.append({row.tobytes() for row in rows[rows["ply"] >= 20]["pieces"]})
     assert all(late)
     assert not late[0] & late[1]
+
+
+@pytest.mark.slow
+def test_lc0_plays_as_the_file_says(learned: tuple[Path, Shown], lc0: str) -> None:
+    path, board = learned[0] / "mine.pb.gz", chess.Board()
+    board.push_uci("a2a3")
+    (ours,) = load(str(path), device="cpu").evaluate_boards([board])
+    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={path}", "--backend=blas"]) as engine:
+        engine.configure({"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True, "ScoreType": "Q"})
+        assert asked(engine, board).shares == pytest.approx(ours.moves, abs=1e-3)
+        assert engine.play(board, chess.engine.Limit(nodes=20)).move in board.legal_moves

@@ -21,7 +21,7 @@ from matrixlib.tasks.chess.config import ModelConfig
 SQUARES = 64
 SCORE_LIMIT = 50.0  # clamp of attention scores in Matrix0
 MASKED_SCORE = -1e4  # finite in float16, and far below every score
-LINE_WEIGHT = 0.35  # the sum over eight squares is then about as large as the summands
+LINE_WEIGHT = 11 / 32  # exact in bf16 and TF32; a sum over eight squares is about as large as the summands
 GROUP_CHANNELS = 16  # per GroupNorm group, as in Matrix0
 
 Activation = Callable[[Tensor], Tensor]
