@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import chess
 import numpy as np
 import pytest
 
 from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.tictactoe.spec import TicTacToe
 
 NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
@@ -278,7 +280,7 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
 
 
 def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
-    """A leaf for every 64 visits from `leaves` to `most_leaves`, at most: a collision ends a batch early."""
+    """A leaf for every 32 visits from `leaves` to `most_leaves`, at most: a collision ends a batch early."""
     sizes = list[int]()
 
     def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
@@ -287,11 +289,56 @@ def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
 
     (alone,) = Search(ChessGame(), evaluate, SearchOptions(leaves=2, most_leaves=8)).run(600)
     visits = np.cumsum(sizes) - sizes
-    assert (np.array(sizes) <= np.clip(visits // 64, 2, 8)).all()
+    assert (np.array(sizes) <= np.clip(visits // 32, 2, 8)).all()
     assert sizes[:2] == [1, 2]
     assert (max(sizes), sum(sizes)) == (8, 601)
     both = Search(ChessGame(), uniform, SearchOptions(leaves=2, most_leaves=8), trees=2).run([600, 90])
     assert equal(both[0], alone)
+
+
+class Unlike(ChessGame):
+    """Chess in which no two states are equal."""
+
+    states = 0
+
+    def play(self, states: States, moves: Moves) -> States:
+        after = super().play(states, moves)
+        after["game"] = self.states + np.arange(len(after))
+        self.states += len(after)
+        return after
+
+
+def test_a_state_met_again_is_not_evaluated_again_and_the_tree_is_the_same() -> None:
+    """Also after a move, and once the tree has lost half its nodes; in each of two trees."""
+    seen = list[bytes]()
+
+    def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        seen.extend(bytes(state) for state in states)
+        keys = ChessGame().key(states) + states["halfmove"] + states["repetition"]
+        return uniform(states, moves, offsets)[0], (keys % 201 / 1000 - 0.1).astype(np.float32)
+
+    def play(game: ChessGame, trees: int = 1) -> tuple[list[SearchResult], int]:
+        seen.clear()
+        tree, rows = Search(game, evaluate, SearchOptions(leaves=1), trees=trees), range(trees)
+        for row in rows:
+            tree.reset(row, from_boards([chess.Board("4k3/8/8/8/8/8/4P3/4K3 w - - 0 1")]))
+        results = tree.run(300)
+        before = len(seen)
+        assert before == trees * len(set(seen))
+        tree.advance(rows, [result.best for result in results])
+        results += tree.run(200)
+        consistent(tree)
+        tree.trim()
+        results += tree.run(200)
+        assert all(map(equal, results[::trees], results[trees - 1 :: trees])), "whatever the other tree has met"
+        return results[::trees], before // trees
+
+    results, evaluated = play(ChessGame())
+    unlike, more = play(Unlike())
+    both, each = play(ChessGame(), trees=2)
+    assert evaluated == each < 0.95 * more
+    assert all(map(equal, results, unlike))
+    assert all(map(equal, results, both))
 
 
 def test_batches_beside_each_other_are_under_way_at_once_and_a_tree_is_the_same_whoever_evaluates() -> None:

@@ -1,8 +1,9 @@
 """Monte-Carlo tree search over a Game, hundreds of trees in lock-step.
 
 In each round every tree selects up to `leaves` leaves (virtual loss separates them); all are evaluated in one batch,
-and values are backed up. Selection is PUCT (Silver et al. 2018); at the root optionally sequential halving with Gumbel
-noise (Danihelka et al. 2022). Options are named as in mctx.
+and values are backed up. A state that its tree has already is not evaluated again, whatever the history before it: it
+takes over what the evaluator said (Lc0's default, too). Selection is PUCT (Silver et al. 2018); at the root optionally
+sequential halving with Gumbel noise (Danihelka et al. 2022). Options are named as in mctx.
 """
 
 from collections import deque
@@ -25,8 +26,15 @@ Evaluate: TypeAlias = Callable[..., tuple[Values, Values]]
 in [-1, 1] for the sides to move). One with an attribute `history` above 0 is also given, as the fourth argument, the
 `Past` of so many plies before each state."""
 
+Result: TypeAlias = Callable[[], tuple[Values, Values]]  # waits for the evaluator's
+
 MOST_PLIES = 256  # longest principal variation
 VISITS_PER_BATCH = 128  # of a tree, for each batch that is evaluated beside others
+
+
+def _table(nodes: int) -> I32:
+    """An empty hash table, at most half full with so many nodes."""
+    return np.full(1 << nodes.bit_length() + 1, -1, np.int32)
 
 
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
@@ -72,7 +80,7 @@ class SearchOptions(Section):
     """
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
-    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 64 visits of its tree")
+    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 32 visits of its tree")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
     pb_c_base: Positive = option(19652.0, "visits at which exploration starts to grow")
     fpu_reduction: Real = option(
@@ -114,17 +122,22 @@ class SearchResult:
     simulations: int
 
 
-class Batch(NamedTuple):
-    """Leaves (edge, node, tree) of trees, their states, keys, legal moves and known endings. result: waits for the
-    evaluator's."""
+class Leaves(NamedTuple):
+    """Leaves (edge, node, tree) of trees, their states, keys and marks (see `Pool`), legal moves and known endings."""
 
     leaf: I32
     states: States
     keys: U64
+    marks: U64
     moves: Moves
     offsets: Offsets
     endings: Values
-    result: Callable[[], tuple[Values, Values]]
+
+    def rows(self, keep: NDArray[np.bool_]) -> "Leaves":
+        """The leaves to keep (N,)."""
+        moves, offsets = _rows(keep, self.moves, self.offsets)
+        endings = self.endings[np.repeat(keep, np.diff(self.offsets))]
+        return Leaves(self.leaf[keep], self.states[keep], self.keys[keep], self.marks[keep], moves, offsets, endings)
 
 
 class Search:
@@ -151,6 +164,7 @@ class Search:
         self.states = game.initial(trees)
         self.pool = kernels.empty_pool(1024, 32_768 + trees)
         self.nodes, self.edges = 0, trees
+        self._table = _table(1024)  # nodes by mark
         self._node_states = game.initial(1024)
         self._roots = np.full(trees, -1, np.int32)
         self._history = np.zeros((trees, 64), np.uint64)  # keys of the states before the root
@@ -243,19 +257,19 @@ class Search:
         scale = (o.maxvisit_init, o.value_scale)
         gumbel = (scale, schedule, logits, base)
         leaves = o.leaves, o.most_leaves
-        waiting: deque[Batch] = deque()  # selected, being evaluated
+        waiting: deque[tuple[Leaves, Result]] = deque()  # selected, being evaluated
         try:
             while until is None or not until():
                 n = kernels.simulate(self.pool, rows, self._roots, budget, done, leaves, explore, *gumbel, out)
-                if n and (batch := self._visit(out[:n].copy())):
-                    waiting.append(batch)
+                if n and len((new := self._visit(out[:n].copy())).keys):
+                    waiting.append(self._submit(new))
                 beside = min(self.beside, self.pool.visits[rows].max(initial=0) // VISITS_PER_BATCH)
                 if waiting and (len(waiting) >= beside or not n):
-                    self._expand(waiting.popleft())
+                    self._finish(*waiting.popleft())
                 elif not n:
                     break
             for batch in waiting:
-                self._expand(batch)
+                self._finish(*batch)
         except BaseException:
             self._roots[rows], self._stale = -1, True  # pending visits, and noisy priors
             raise
@@ -272,7 +286,7 @@ class Search:
     def bytes(self) -> int:
         """Upper bound of the trees' memory: twice the need, as arrays double when full."""
         sizes = [array.itemsize for array in self.pool]
-        node = sum(sizes[: kernels.OF_NODES]) + self._node_states.itemsize
+        node = sum(sizes[: kernels.OF_NODES]) + self._node_states.itemsize + 2 * self._table.itemsize
         return 2 * (self.nodes * node + self.edges * sum(sizes[kernels.OF_NODES :]))
 
     def trim(self) -> None:
@@ -300,6 +314,8 @@ class Search:
         self._stale = False
         before, moved = self.nodes, np.empty(self.nodes, np.int32)
         self.nodes, self.edges = kernels.compact(self.pool, self.trees, self._roots, before, moved, visits)
+        self._table.fill(-1)
+        kernels.fill(self.pool, self._table, self.nodes)
         self._node_states[: self.nodes] = self._node_states[:before][moved >= 0]
 
     def _plant(self, trees: I32) -> None:
@@ -321,8 +337,7 @@ class Search:
         p.visits[trees], p.total[trees], p.pending[trees], p.child[trees] = 0, 0, 1, -1
         p.low[trees], p.high[trees] = -1, 1
         leaf = np.stack([trees, np.full_like(trees, -1), trees], 1)
-        endings = self._endings(states, moves, offsets)
-        self._expand(self._submit(leaf, states, self.game.key(states), moves, offsets, endings))
+        self._finish(*self._submit(self._leaves(leaf, states, self.game.key(states), moves, offsets)))
         self._roots[trees] = self.pool.child[trees]
 
     def _prepare(
@@ -342,8 +357,8 @@ class Search:
             noise = rng.dirichlet(np.full(count, o.dirichlet_alpha_total / count))
             self.pool.prior[edges] = (1 - o.dirichlet_fraction) * prior + o.dirichlet_fraction * noise
 
-    def _visit(self, leaf: I32) -> Batch | None:
-        """Create the positions of selected leaves; settle exact ones, begin to evaluate the others if any."""
+    def _visit(self, leaf: I32) -> Leaves:
+        """Create the positions of selected leaves, settle exact ones, expand known ones; those left to evaluate."""
         game, p = self.game, self.pool
         states = game.play(self._node_states[leaf[:, 1]], p.move[leaf[:, 0]])
         keys = game.key(states)
@@ -355,45 +370,54 @@ class Search:
         distances = np.where(np.isnan(exact), FAR, 1).astype(np.int32)
         exact = np.where(np.isnan(exact), game.proven(states), exact)
         live = np.isnan(exact)
-        moves, offsets = _rows(live, moves, offsets)
-        endings = self._endings(states[live], moves, offsets)
-        if not np.isnan(endings).all():
+        new = self._leaves(leaf[live], states[live], keys[live], *_rows(live, moves, offsets))
+        if not np.isnan(new.endings).all():
             # A winning move, or the best if every move ends the game, gives the position's value.
-            best, whole = (f.reduceat(endings, offsets[:-1]) for f in (np.fmax, np.maximum))
+            best, whole = (f.reduceat(new.endings, new.offsets[:-1]) for f in (np.fmax, np.maximum))
             known = (best >= 1) | ~np.isnan(whole)
             ahead = np.flatnonzero(live)[known]
             exact[ahead], distances[ahead], live[ahead] = best[known], 2, False
-            endings = endings[np.repeat(~known, np.diff(offsets))]
-            moves, offsets = _rows(~known, moves, offsets)
+            new = new.rows(~known)
         kernels.settle(p, leaf[~live], exact[~live].astype(np.float32), distances[~live])
-        return self._submit(leaf[live], states[live], keys[live], moves, offsets, endings) if live.any() else None
+        found = kernels.find(p, self._table, new.marks)
+        if (again := found >= 0).any():
+            old, found = new.rows(again), found[again]
+            edges = np.repeat(p.first_edge[found] - old.offsets[:-1], np.diff(old.offsets)) + np.arange(len(old.moves))
+            self._expand(old, p.prior[edges], p.value[found])
+            new = new.rows(~again)
+        return new
 
-    def _endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
-        if not self.options.look_ahead or not len(states):
-            return np.full(len(moves), np.nan, np.float32)
-        return self.game.endings(states, moves, offsets)
+    def _leaves(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets) -> Leaves:
+        rows = np.ascontiguousarray(states).view(np.uint8).reshape(len(states), states.itemsize)
+        marks = kernels.mark(rows, leaf[:, 2])
+        endings = np.full(len(moves), np.nan, np.float32)
+        if self.options.look_ahead and len(states):
+            endings = self.game.endings(states, moves, offsets)
+        return Leaves(leaf, states, keys, marks, moves, offsets, endings)
 
-    def _submit(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values) -> Batch:
-        """A batch of leaves with legal moves, whose evaluation begins."""
-        before = (self._before(leaf),) if self._past.states.shape[1] else ()
-        call = partial(self.evaluate, states, moves, offsets, *before)
-        result = self.executor.submit(call).result if self.executor else call
-        return Batch(leaf, states, keys, moves, offsets, endings, result)
+    def _submit(self, new: Leaves) -> tuple[Leaves, Result]:
+        """Leaves, and their evaluation, which begins."""
+        past = (self._before(new.leaf),) if self._past.states.shape[1] else ()
+        call = partial(self.evaluate, new.states, new.moves, new.offsets, *past)
+        return new, self.executor.submit(call).result if self.executor else call
 
-    def _expand(self, batch: Batch) -> None:
-        """Create the nodes of a batch once it is evaluated."""
-        leaf, states, keys, moves, offsets, endings, result = batch
+    def _finish(self, new: Leaves, result: Result) -> None:
+        """Create the nodes of leaves once they are evaluated."""
         priors, values = result()
-        if priors.shape != moves.shape or values.shape != leaf[:, 0].shape:
-            raise ValueError(f"the evaluator must return {moves.shape} priors and {len(leaf)} values")
+        if priors.shape != new.moves.shape or values.shape != new.keys.shape:
+            raise ValueError(f"the evaluator must return {new.moves.shape} priors and {len(new.keys)} values")
         if not (np.isfinite(priors).all() and np.isfinite(values).all()):
             raise ValueError("the evaluator returned a value that is not finite: the network is broken")
-        self._reserve(self.nodes + len(leaf), self.edges + len(moves))
-        self._node_states[self.nodes : self.nodes + len(leaf)] = states
-        arrays = (values.astype(np.float32), moves, offsets, priors.astype(np.float32), endings)
-        kernels.expand(self.pool, self.nodes, self.edges, leaf, keys, *arrays)
-        self.nodes += len(leaf)
-        self.edges += len(moves)
+        self._expand(new, priors.astype(np.float32), values.astype(np.float32))
+
+    def _expand(self, new: Leaves, priors: F32, values: F32) -> None:
+        """Create the nodes of leaves."""
+        self._reserve(self.nodes + len(new.keys), self.edges + len(new.moves))
+        self._node_states[self.nodes : self.nodes + len(new.keys)] = new.states
+        arrays = (new.leaf, new.keys, new.marks, values, new.moves, new.offsets, priors, new.endings)
+        kernels.expand(self.pool, self._table, self.nodes, self.edges, *arrays)
+        self.nodes += len(new.keys)
+        self.edges += len(new.moves)
 
     def _before(self, leaf: I32) -> Past:
         """History of leaves: nodes on the path from the root, then the game's."""
@@ -410,6 +434,8 @@ class Search:
             nodes, edges = max(2 * nodes, len(p.first_edge)), max(2 * edges, len(p.move))
             self.pool = Pool(*(np.resize(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
             self._node_states = np.resize(self._node_states, nodes)
+            self._table = _table(nodes)
+            kernels.fill(self.pool, self._table, self.nodes)
 
     def _result(self, tree: int, prior: F32, logits: F64, base: I32, done: int) -> SearchResult:
         p, o, edges = self.pool, self.options, self._root_edges(tree)

@@ -19,11 +19,12 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 Int: TypeAlias = Any  # a scalar inside a kernel
 
 FAR = 10_000  # distance of a proven end at unknown depth
-VISITS_PER_LEAF = 64  # visits of a tree for each leaf of a growing batch
+VISITS_PER_LEAF = 32  # visits of a tree for each leaf of a growing batch
 
 
 class Pool(NamedTuple):
@@ -35,6 +36,7 @@ class Pool(NamedTuple):
     parent: Any  # the node before it, -1 at a root
     parent_edge: Any  # the edge that leads to it
     key: Any  # of its state, for repetitions
+    mark: Any  # hash of its tree and all of its state, for transpositions
     value: Any  # the evaluator's, for the side to move
     move: Any  # of an edge: the game's move
     child: Any  # its node, -1 if not expanded or not needed
@@ -47,7 +49,7 @@ class Pool(NamedTuple):
     distance: Any  # plies to the end of the game, where low = high
 
 
-KINDS = ["i4", "i4", "i4", "i4", "u8", "f4", "i4", "i4", "f4", "i4", "i4", "f8", "f4", "f4", "i4"]
+KINDS = ["i4", "i4", "i4", "i4", "u8", "u8", "f4", "i4", "i4", "f4", "i4", "i4", "f8", "f4", "f4", "i4"]
 OF_NODES = Pool._fields.index("move")  # columns before it
 
 
@@ -223,12 +225,51 @@ def settle(p: Pool, leaf: I32, values: F32, distances: I32) -> None:
 
 
 @kernel
+def mark(states: U8, trees: I32) -> U64:
+    """Hash (L,) of states, as bytes (L, size), in their trees: FNV-1a."""
+    out = np.empty(len(states), np.uint64)
+    for i in range(len(states)):
+        value = np.uint64(0xCBF29CE484222325) ^ np.uint64(trees[i])
+        for byte in states[i]:
+            value = (value ^ np.uint64(byte)) * np.uint64(0x100000001B3)
+        out[i] = value
+    return out
+
+
+@kernel
+def slot(p: Pool, table: I32, mark: Int) -> Int:
+    """Where the open hash table `table`, whose length is a power of two, has or would have the node with a mark."""
+    at = mark & np.uint64(len(table) - 1)
+    while table[at] >= 0 and p.mark[table[at]] != mark:
+        at = (at + np.uint64(1)) & np.uint64(len(table) - 1)
+    return at
+
+
+@kernel
+def find(p: Pool, table: I32, marks: U64) -> I32:
+    """The node (L,) with each mark, -1 for none."""
+    out = np.empty(len(marks), np.int32)
+    for i in range(len(marks)):
+        out[i] = table[slot(p, table, marks[i])]
+    return out
+
+
+@kernel
+def fill(p: Pool, table: I32, nodes: Int) -> None:
+    """Put all nodes into an empty table."""
+    for node in range(nodes):
+        table[slot(p, table, p.mark[node])] = node
+
+
+@kernel
 def expand(
     p: Pool,
+    table: I32,
     node: Int,
     used: Int,
     leaf: I32,
     keys: U64,
+    marks: U64,
     values: F32,
     moves: I32,
     offsets: I64,
@@ -241,7 +282,8 @@ def expand(
         p.child[edge] = node
         p.first_edge[node], p.num_edges[node] = used, offsets[i + 1] - offsets[i]
         p.parent[node], p.parent_edge[node] = parent, edge
-        p.key[node], p.value[node] = keys[i], values[i]
+        p.key[node], p.mark[node], p.value[node] = keys[i], marks[i], values[i]
+        table[slot(p, table, marks[i])] = node
         for k in range(offsets[i], offsets[i + 1]):
             p.move[used], p.prior[used], p.child[used] = moves[k], priors[k], -1
             p.visits[used], p.pending[used], p.total[used], p.distance[used] = 0, 0, 0.0, 1
@@ -297,7 +339,8 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32, visits: Int
     new, used = 0, trees
     for old in range(nodes):
         parent = p.parent[old]
-        if moved[old] < 0 and (parent < 0 or moved[parent] < 0 or p.visits[p.parent_edge[old]] < visits):
+        gone = parent < 0 or moved[parent] < 0 or p.visits[p.parent_edge[old] + shift[parent]] < visits
+        if gone and moved[old] < 0:
             continue
         moved[old] = new
         first, count = p.first_edge[old], p.num_edges[old]
@@ -307,7 +350,8 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32, visits: Int
         else:
             p.parent[new], p.parent_edge[new] = -1, p.parent_edge[old]
         p.child[p.parent_edge[new]] = new
-        p.first_edge[new], p.num_edges[new], p.key[new], p.value[new] = used, count, p.key[old], p.value[old]
+        p.first_edge[new], p.num_edges[new] = used, count
+        p.key[new], p.mark[new], p.value[new] = p.key[old], p.mark[old], p.value[old]
         for j in range(count):
             a, b = used + j, first + j
             p.move[a], p.child[a], p.prior[a], p.visits[a] = p.move[b], -1, p.prior[b], p.visits[b]
