@@ -296,6 +296,35 @@ def test_a_batch_grows_with_its_tree_and_with_nothing_else() -> None:
     assert equal(both[0], alone)
 
 
+def test_a_search_for_the_best_move_alone_stops_when_it_is_decided() -> None:
+    """The move is that of the whole search; a tie up to the last visit saves nothing, a forced move needs none."""
+
+    def peaked(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        keys = np.repeat(ChessGame().key(states), np.diff(offsets)) ^ moves.astype(np.uint64) * np.uint64(0x9E3779B9)
+        weights = np.exp(keys % 97 / 8)
+        sums = np.repeat(np.add.reduceat(weights, offsets[:-1]), np.diff(offsets))
+        return (weights / sums).astype(np.float32), np.zeros(len(states), np.float32)
+
+    tree = Search(ChessGame(), peaked, SearchOptions(leaves=1), trees=40)
+    board = chess.Board()
+    for row in range(40):
+        tree.reset(row, from_boards([board]))
+        board.push(list(board.legal_moves)[row % board.legal_moves.count()])
+    whole = tree.run(100)
+    for row in range(40):
+        tree.reset(row, tree.states[row : row + 1])
+    alone = tree.run(100, best_alone=True)
+    assert [result.best for result in alone] == [result.best for result in whole]
+    assert sum(result.simulations for result in alone) < 90 * 40
+    for few, many in zip(alone, whole, strict=True):
+        top = np.sort(few.visits)
+        assert few.simulations == 100 or top[-1] - top[-2] > 100 - few.simulations
+        assert few.visits.max() <= many.visits.max()
+    equally = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5], 4: [6]})
+    assert search(equally).run(2, best_alone=True)[0].simulations == 2
+    assert search(Graph({0: [1], 1: [2, 3]})).run(9, best_alone=True)[0].simulations == 0
+
+
 class Unlike(ChessGame):
     """Chess in which no two states are equal."""
 

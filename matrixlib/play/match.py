@@ -48,7 +48,7 @@ def search_player(game: Game, evaluate: Evaluate, simulations: int, options: Sea
         search = Search(game, evaluate, options, trees=len(turn.games))
         for tree, keys in enumerate(turn.history):
             search.reset(tree, turn.states[tree : tree + 1], keys, past=turn.past[tree])
-        results = search.run(simulations)
+        results = search.run(simulations, best_alone=True)
         comments = [f"{result.value:+.3f}/{result.simulations}" for result in results]
         return Choice(np.array([result.best for result in results], np.int32), comments)
 

@@ -231,10 +231,12 @@ class Search:
         trees: Sequence[int] | None = None,
         noise: bool | Sequence[bool] = False,
         until: Callable[[], bool] | None = None,
+        best_alone: bool = False,
     ) -> list[SearchResult]:
         """Search the trees (default all), each for a number of further simulations.
 
-        noise: exploration at the root (Dirichlet or Gumbel), for self-play; without it nothing is random. until: called
+        noise: exploration at the root (Dirichlet or Gumbel), for self-play; without it nothing is random. best_alone:
+        of a PUCT search only the best move is of interest; stop when no other can get as many visits. until: called
         before every round; True stops early. ValueError if a tree's game is over. After other errors, such as the
         evaluator's, trees are empty.
         """
@@ -260,7 +262,9 @@ class Search:
         waiting: deque[tuple[Leaves, Result]] = deque()  # selected, being evaluated
         try:
             while until is None or not until():
-                n = kernels.simulate(self.pool, rows, self._roots, budget, done, leaves, explore, *gumbel, out)
+                n = kernels.simulate(
+                    self.pool, rows, self._roots, budget, done, best_alone, leaves, explore, *gumbel, out
+                )
                 if n and len((new := self._visit(out[:n].copy())).keys):
                     waiting.append(self._submit(new))
                 beside = min(self.beside, self.pool.visits[rows].max(initial=0) // VISITS_PER_BATCH)

@@ -148,12 +148,26 @@ def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None
 
 
 @kernel
+def decided(p: Pool, node: Int, visits: Int) -> bool:
+    """Whether none of a node's moves can overtake the one with most visits by so many more."""
+    most = second = 0
+    for e in range(p.first_edge[node], p.first_edge[node] + p.num_edges[node]):
+        n = p.visits[e] + p.pending[e]
+        if n > most:
+            most, second = n, most
+        elif n > second:
+            second = n
+    return most - second > visits or p.num_edges[node] == 1
+
+
+@kernel
 def simulate(
     p: Pool,
     trees: I32,
     roots: I32,
     budget: I64,
     done: I64,
+    best_alone: bool,
     leaves: tuple[int, int],
     weights: tuple[float, float, float, float],
     sigma: tuple[float, float],
@@ -164,9 +178,9 @@ def simulate(
 ) -> Int:
     """Select leaves in each tree; writes (edge, node, tree) to out (L, 3), returns their number.
 
-    leaves: fewest and most of a tree; between them one for every VISITS_PER_LEAF visits. Visits that end at a proven
-    edge finish here. schedule (trees, simulations): required visit count of the root move to try, for Gumbel; no
-    columns for PUCT.
+    best_alone: stop where the best move is `decided`. leaves: fewest and most of a tree; between them one for every
+    VISITS_PER_LEAF visits. Visits that end at a proven edge finish here. schedule (trees, simulations): required visit
+    count of the root move to try, for Gumbel; no columns for PUCT.
     """
     pb_c_init, pb_c_base, fpu_reduction, loss = weights
     scores = np.empty(logits.shape[1], np.float64)
@@ -177,6 +191,8 @@ def simulate(
         room = max(leaves[0], min(leaves[1], p.visits[t] // VISITS_PER_LEAF))
         while done[i] < budget[i] and waiting < room and p.low[t] != p.high[t]:
             node = roots[t]
+            if best_alone and decided(p, node, budget[i] - done[i]):
+                break
             p.pending[t] += 1
             if schedule.shape[1] > 0:
                 tried = schedule[i, done[i]]
