@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (options changed, parameters more than in BASE)
     "no blocks, matrix0's encoding": ({"blocks": 0, "encoding": "matrix0"}, -BLOCKS * CONV),
     "post-activation": ({"preact": False}, 0),
-    "light blocks": ({"block": "light", "lines": 16}, -BLOCKS * 8 * C * C),
+    "light blocks": ({"block": "light", "lines": 16}, -BLOCKS * (8 * C * C + 2 * C)),
     "bottleneck": ({"block": "bottleneck", "bottleneck": 2}, BLOCKS * (NARROW - CONV)),
     "batch norm and mish": ({"norm": {"blocks": "batch", "stem_heads": "batch"}, "activation": "mish"}, 0),
     "squeeze-excite": ({"se_ratio": 0.25}, BLOCKS * (2 * C * S + S + C)),

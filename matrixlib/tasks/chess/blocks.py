@@ -195,8 +195,8 @@ class DropPath(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """3x3-3x3 (`basic`), 3x3-1x1 (`light`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; ValueError for an
-    empty bottleneck.
+    """3x3-3x3 (`basic`), 3x3-1x1 without a norm between (`light`) or 1x1-3x3-1x1 (`bottleneck`) with
+    squeeze-and-excitation; ValueError for an empty bottleneck.
 
     `preact`: x + SE(conv(act(norm(...)))); otherwise conv-norm-act with an activation after the sum. With `lines` the
     last convolution sees some channels `along_lines`.
@@ -215,6 +215,8 @@ class ResidualBlock(nn.Module):
         self.norms = nn.ModuleList(
             make_norm(config.norm.blocks, a if config.preact else b, config.norm.momentum) for a, b, _ in shapes
         )
+        if config.block == "light":
+            self.norms[1 if config.preact else 0] = nn.Identity()
         self.activation = ACTIVATIONS[config.activation]
         lc0 = config.encoding == "lc0"
         self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation, lc0) if config.se_ratio else None
