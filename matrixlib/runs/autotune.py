@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WARMUP_UPDATES, MIN_UPDATES, MAX_UPDATES, FIT_SECONDS = 4, 5, 100, 5.0
 """Updates that are not timed, and how many are, within about so many seconds."""
 MIN_STEPS = 20  # updates of a run, where they are slow
-OVERHEAD = 1.05  # time of an update in a run / timed alone: averages, metrics, validation, checkpoints
+OVERHEAD = 1.02  # time of an update in a run / timed alone: averages, metrics, validation, checkpoints
 
 
 def checked_runtime(data: RunData, requested: Config) -> RunData:

@@ -67,7 +67,7 @@ def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> N
     decades = math.log10(max(finite) / min(finite))
     some = (1.0, 3.0) if name == "x" and decades > 1 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # labels are wide
     axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else some))
-    axis.set_major_formatter(plain_number)
+    axis.set_major_formatter(lambda x, _: plain_number(x) if x >= 1e-4 else f"{x:.0e}")  # wide, and 0 below 1e-6
     axis.set_minor_formatter(NullFormatter())
 
 
