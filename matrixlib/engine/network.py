@@ -20,7 +20,7 @@ from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64  # compiled graphs kept per function; torch's default of 8 would run the ninth uncompiled
 MOST_BESIDE = 4  # batches evaluated at once for one search
-WORKER_ROWS = 64  # most rows that a worker evaluates at once: on one core of an EPYC as fast as 256
+WORKER_ROWS = 128  # most rows that a worker evaluates at once: on one core of an EPYC as fast as 256
 
 
 class GameTask(Protocol):

@@ -30,7 +30,8 @@ BASELINE = "best capture"
 RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
 MIN_THEME_PUZZLES = 20  # rarer themes are not listed
 MAX_TREES, MAX_SIMULATIONS = 256, 50_000  # of trees searched together
-PARTS = 4  # that these are cut into where threads search
+PARTS = 8  # that puzzles are cut into where threads search them, of GROUP trees, whatever the number of cores
+GROUP = (16, 128)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def searcher(net: Net, simulations: int) -> Solver:
     by rule."""
     net = net.with_workers()
     play = network_player(net, simulations)
-    at_once = max(1, min(MAX_TREES, MAX_SIMULATIONS // max(simulations, 1)) // (PARTS if net.workers else 1))
+    most = max(1, min(MAX_TREES, MAX_SIMULATIONS // max(simulations, 1)))
 
     def best(boards: Sequence[chess.Board]) -> list[str]:
         states = from_boards(boards, repetition=0)
@@ -139,6 +140,7 @@ def searcher(net: Net, simulations: int) -> Solver:
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:
         live = [i for i, board in enumerate(boards) if any(board.legal_moves)]
+        at_once = min(most, int(np.clip(len(live) // PARTS, *GROUP))) if net.workers else most
         parts = [[boards[i] for i in live[start : start + at_once]] for start in range(0, len(live), at_once)]
         moves = dict(zip(live, chain.from_iterable(spread(best, parts, net.workers)), strict=True))
         return [moves.get(i) for i in range(len(boards))]
