@@ -105,7 +105,7 @@ def test_the_anchor_is_the_network_that_the_run_begins_with(reports: Path) -> No
     list(cycle.open_cycle("tictactoe", "cpu", "c", options).train())
     preset, scores = str(reports / "c" / "network.yaml"), list[float]()
     data = {"source": str(reports / "c" / "shards" / "001")}
-    for name, rate in (("still", 0.0), ("learns", 0.1)):
+    for name, rate in (("still", 0.0), ("learns", 0.3)):
         changes = {"data": data, "optim": {"learning_rate": rate, "ema_decay": 0.0}, "train": {"init": "c-001"}}
         run = runs.open_run(preset, run=name, overrides=changes)
         scores += [stats.strength["score"] for stats in run.train() if stats.strength]
