@@ -290,7 +290,7 @@ class Search:
     def bytes(self) -> int:
         """Upper bound of the trees' memory: twice the need, as arrays double when full."""
         sizes = [array.itemsize for array in self.pool]
-        node = sum(sizes[: kernels.OF_NODES]) + self._node_states.itemsize + 2 * self._table.itemsize
+        node = sum(sizes[: kernels.OF_NODES]) + self._node_states.itemsize + 4 * self._table.itemsize
         return 2 * (self.nodes * node + self.edges * sum(sizes[kernels.OF_NODES :]))
 
     def trim(self) -> None:
