@@ -98,7 +98,7 @@ class ModelConfig(Section):
     channels: Width = option(48, "trunk width")
     blocks: Annotated[int, Field(ge=0, le=1024)] = option(6, "residual blocks, or encoders")
     block: Literal["basic", "light", "bottleneck"] = option(
-        "basic", "3x3-3x3; 3x3-1x1 with one norm, which learns more in a minute with `lines`; or 1x1-3x3-1x1"
+        "basic", "3x3-3x3; 3x3-1x1 with one norm, for `lines`, faster; or 1x1-3x3-1x1 (costs top-1)"
     )
     bottleneck: Width = option(2, "reduction of a bottleneck block: its inner width is channels // bottleneck")
     preact: bool = option(True, "pre-activation blocks: norm and activation before each convolution")
