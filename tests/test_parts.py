@@ -140,6 +140,7 @@ for stats in run.train():
         os.kill(os.getpid(), signal.SIGKILL)
 print("messages", run.messages)
 run.close()
+assert isinstance(matrixlib.load(name, trunk=Trunk, device="cpu").model.own_trunk, Trunk), "it plays without its heads"
 """
 
 
