@@ -472,14 +472,6 @@ def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path:
     assert "not finite" in evidence["last"]
 
 
-def test_a_run_that_was_rolled_back_equals_one_that_never_saw_the_batches(tmp_path: Path) -> None:
-    """Model, optimiser, averages, random streams: everything goes back, and nothing of the fault stays."""
-    sources = {"bad": poison(6, 15), "clean": ToySource(20, skip=((6, 16),))}
-    config = settings(health={"rate_factor": 1.0})
-    runs = [train(tmp_path / name, source=source, config=config, steps=40)[0] for name, source in sources.items()]
-    assert equal(*map(weights, runs))
-
-
 @pytest.mark.parametrize("stop", [8, 14, 20])
 def test_a_run_with_a_rollback_resumes_bit_for_bit(tmp_path: Path, stop: int) -> None:
     bad: dict[str, Any] = {"source": poison(6, 15), "steps": 30}
