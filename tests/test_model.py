@@ -406,16 +406,6 @@ def test_flops_are_of_what_is_asked_for_and_never_of_what_is_repeated(monkeypatc
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_memory_format_changes_nothing(norm: str) -> None:
-    net = build(attention=ATTENTION | {"norm": norm}, chess_features=True, se_ratio=0.25, lines=8).eval()
-    x = planes()
-    with torch.no_grad():
-        plain = net(x)
-        last = net.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize(("policy", "value"), [("conv", "wdl"), ("dense", "scalar"), ("factored", "wdl")])
 def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str, policy: str, value: str) -> None:
     attention = ATTENTION | {"norm": norm, "mask": True}

@@ -139,7 +139,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "after the norm, masked, mixed": {"attention": {**ATTENTION, "mask": True, "unmasked_mix": 0.2, "norm": "post"}},
     "policy factored, clamped, normalised": {"policy": {"kind": "factored", "clamp": 5.0, "logit_norm": True}},
     "policy dense, value scalar": {"policy": {"kind": "dense", "channels": 8}, "value": {"kind": "scalar"}},
-    "self-supervised heads": {"ssl": ["piece", "threat", "pin", "fork", "control"]},
+    "self-supervised heads, features, lines": {
+        "ssl": ["piece", "threat", "pin", "fork", "control"],
+        "chess_features": True,
+        "lines": 4,
+    },
 }
 """Options of a small chess network, each of which another operation hangs on."""
 PRESETS = {} if DRY else {"demo": 128, "quick": 128, "small": 64, "matrix0_53m": 32, "latin_quick": 64}
