@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from saved import newest
 from torch import Tensor, nn
-from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime
+from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime, toy_trainer
 
 from matrixlib import config as configuration
-from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
 from matrixlib.engine.distributed import LostRank, Ranks
-from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.signals import Terminated
 from matrixlib.engine.task import Batch
-from matrixlib.engine.trainer import Context, Trainer
+from matrixlib.engine.trainer import Trainer
 from matrixlib.tasks import load_config
 
 STEPS, ROWS = 10, 23  # so that ranks have different numbers of rows
@@ -73,29 +72,15 @@ def build(
     curriculum: Curriculum | None = None,
     **sections: dict[str, Any],
 ) -> Trainer:
-    task = task or ToyTask()
     config = load_config("demo", configuration.merge(CHANGES, sections))
-    torch.manual_seed(1 + ranks.rank)  # weights are rank 0's
-    model: nn.Module = task.build_model()
 
     def held_out(kind: str) -> Iterable[Batch]:
         return [share(batch, ranks, double) for batch in toy_held_out(kind)]
 
-    return Trainer(
-        Context(
-            task=task,
-            model=model.double() if double else model,
-            runtime=toy_runtime(micro_batch),
-            config=config,
-            data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out, stages),
-            folder=folder,
-            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-            metrics=MetricsLog(folder / "metrics.jsonl", writes=ranks.first),
-            steps=STEPS,
-            curriculum=curriculum,
-            ranks=ranks,
-        )
-    )
+    source = source or RankSource(ROWS, change=change, ranks=ranks, double=double)
+    data = ToyData(task or ToyTask(), source, held_out, stages)
+    options = {"runtime": toy_runtime(micro_batch), "steps": STEPS, "curriculum": curriculum}
+    return toy_trainer(folder, config, data, ranks=ranks, double=double, **options)
 
 
 def run(trainer: Trainer, stop: int | None = None, resume: bool = True) -> Trainer:
@@ -303,10 +288,8 @@ def staged(folder: Path, ranks: Ranks) -> list[Any]:
 
 def alone_weights(folder: Path) -> dict[str, Tensor]:
     """Of a run's last checkpoint, by the names of `weights`."""
-    newest = Checkpoints(folder / "checkpoints", 2).newest()
-    assert newest is not None
-    averages = {f"average {name}": value for name, value in newest.tensors.get("ema", {}).items()}
-    return newest.tensors["model"] | averages
+    saved = newest(folder).tensors
+    return saved["model"] | {f"average {name}": value for name, value in saved.get("ema", {}).items()}
 
 
 def told(trainer: Trainer) -> Any:

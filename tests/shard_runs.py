@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rank_runs
+import saved
 import torch
 import torch.distributed as dist
 from rank_runs import BranchNet, ShortTask, build, distance, logged, lost, poison, ruin, run, told
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import diagnostics, metrics
-from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.distributed import SHARDED_OPTIMISERS, Ranks, Reducer, full, local_part, unsharded
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
@@ -86,10 +86,9 @@ def tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 def layout(folder: Path) -> dict[str, Any]:
     """Files of a run's newest checkpoint with their tensors' names and shapes, and the keys of its state."""
-    newest = Checkpoints(folder / "checkpoints", 2).newest()
-    files = {file.name: file.stat().st_size for file in newest.path.glob("*.safetensors")}
-    shapes = {f"{group}/{name}": list(t.shape) for group, of in newest.tensors.items() for name, t in of.items()}
-    return {"files": files, "shapes": shapes, "state": sorted(newest.state)}
+    files = {file.name: file.stat().st_size for file in saved.newest(folder).path.glob("*.safetensors")}
+    shapes = {name: list(tensor.shape) for name, tensor in saved.tensors(folder).items()}
+    return {"files": files, "shapes": shapes, "state": sorted(saved.newest(folder).state)}
 
 
 def member(rank: int, size: int, folder: Path) -> None:

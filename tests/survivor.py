@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from planted import change_batches, spoil_output
-from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_runtime
+from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_runtime, toy_trainer
 
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
-from matrixlib.engine.trainer import Context, Trainer
+from matrixlib.engine.trainer import Trainer
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 
@@ -53,22 +52,11 @@ def survive(folder: Path, compress: int, task: str = "toy") -> None:
 
 def toy(folder: Path, compress: int) -> Trainer:
     """The engine alone."""
-    config = load_config("demo", CHANGES)
     task = ToyTask(width=400, dropout=0.2, norm="batch")
-    torch.manual_seed(1)
-    trainer = Trainer(
-        Context(
-            task=task,
-            model=task.build_model(),
-            runtime=toy_runtime(16),
-            config=config,
-            data=ToyData(task, ToySource(16, change=poison), lambda kind: [toy_batch(24, seed=77)]),
-            folder=folder,
-            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, compress),
-            metrics=MetricsLog(folder / "metrics.jsonl"),
-            steps=STEPS["toy"],
-        )
-    )
+    data = ToyData(task, ToySource(16, change=poison), lambda kind: [toy_batch(24, seed=77)])
+    checkpoints = Checkpoints(folder / "checkpoints", CHANGES["checkpoint"]["keep"], compress)
+    config = load_config("demo", CHANGES)
+    trainer = toy_trainer(folder, config, data, runtime=toy_runtime(16), checkpoints=checkpoints, steps=STEPS["toy"])
     trainer.resume()
     return trainer
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import build, equal, history, poison, settings, weights
+from saved import equal, history
+from test_trainer import build, poison, settings, weights
 from torch import Tensor
 from toy_task import ToyNet, ToySource
 

@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from test_trainer import Scaled, build, equal, poison, settings, weights
+from saved import equal
+from test_trainer import build, poison, settings, weights
 from torch import Tensor, nn
-from toy_task import ToyNet, ToySource, toy_runtime
+from toy_task import Scaled, ToyNet, ToySource, toy_runtime
 
 from matrixlib.config import Config, ConfigError, OptimConfig
 from matrixlib.engine import optim

@@ -12,11 +12,11 @@ import papermill
 import pytest
 import torch
 from nbclient.exceptions import DeadKernelError
+from saved import assert_same, tensors
 from torch import nn
 
 import matrixlib
 from matrixlib.engine import metrics
-from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.parts import Parts, check_same_parts, describe
 from matrixlib.runs import run as runs
 
@@ -153,10 +153,6 @@ def execute(folder: Path, name: str, *, die: int = 0, parts: str = PARTS) -> nbf
     return papermill.execute_notebook(folder / "in.ipynb", folder / "out.ipynb", progress_bar=False)
 
 
-def state(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return Checkpoints(folder / "checkpoints", 2).newest().tensors  # type: ignore[union-attr]
-
-
 @pytest.mark.slow
 def test_parts_of_a_cell_are_trained_killed_and_resumed_bit_for_bit(reports: Path, tmp_path: Path) -> None:
     whole = execute(tmp_path, "whole")
@@ -167,11 +163,8 @@ def test_parts_of_a_cell_are_trained_killed_and_resumed_bit_for_bit(reports: Pat
     with pytest.raises(papermill.PapermillExecutionError, match=r"'losses.value' has another source"):
         execute(tmp_path, "killed", parts=PARTS.replace("* rows).sum()", "* rows * 2).sum()"))
     execute(tmp_path, "killed")
-    one, other = state(reports / "whole"), state(reports / "killed")
-    assert {"own_heads.mobility.weight", "own_trunk.first.weight"} <= one["model"].keys()
-    for group, tensors in one.items():
-        assert tensors.keys() == other[group].keys()
-        assert all(torch.equal(tensor, other[group][name]) for name, tensor in tensors.items()), group
+    assert_same(reports / "whole", reports / "killed")
+    assert {"model/own_heads.mobility.weight", "model/own_trunk.first.weight"} <= tensors(reports / "whole").keys()
     rows, others = (metrics.read(reports / name / "metrics.jsonl") for name in ("whole", "killed"))
     for key in ("loss", "losses", "learning_rate"):
         assert [row.get(key) for row in rows] == [row.get(key) for row in others]

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import torch
 from cells import definitions
-from test_trainer import Scaled, build, equal, history, poison, settings, weights
-from toy_task import ToyData, ToySource, ToyTask, toy_runtime
+from saved import equal, history
+from test_trainer import build, poison, settings, weights
+from toy_task import Scaled, ToyData, ToySource, ToyTask, toy_runtime
 
 from matrixlib.engine import rng
 

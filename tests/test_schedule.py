@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import equal, history, settings, train, weights
+from saved import equal, history
+from test_trainer import settings, train, weights
 from torch import nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 

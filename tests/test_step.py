@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_trainer import equal
+from saved import equal
 from torch import Tensor, nn
 from toy_task import Compiled, Hungry, Scaled, ToyNet, ToyTask, toy_batch, toy_runtime
 

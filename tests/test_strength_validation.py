@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from saved import assert_same
 from test_stockfish import fake_engine
 from test_strength import FIRST_MOVE
 
@@ -56,21 +55,9 @@ def points(folder: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row["strength"] for row in metrics.read(folder / "metrics.jsonl") if "strength" in row}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = max((folder / "checkpoints").glob("step_*"))
-    return {
-        f"{file.stem}/{name}": value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()
-    }
-
-
-def equal(one: Path, other: Path) -> bool:
-    ours, theirs = weights(one), weights(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_matches_change_nothing_and_a_resumed_run_has_the_same(plain: Path, reports: Path, drawn: None) -> None:
     whole = train("whole", MATCHES)
-    assert equal(plain, whole)
+    assert_same(plain, whole)
     assert list(points(whole)) == [4, 8, 10], "and after the last update"
     assert not points(plain)
     rows = metrics.read(whole / "metrics.jsonl")
@@ -88,7 +75,7 @@ def test_matches_change_nothing_and_a_resumed_run_has_the_same(plain: Path, repo
     assert "strength" in page.split("Where the time went")[1].split("</table>")[0]
     train("parts", MATCHES, until=7)
     parts = train("parts", MATCHES)
-    assert equal(parts, whole)
+    assert_same(parts, whole)
     assert points(parts) == points(whole)
 
 
@@ -117,7 +104,7 @@ def test_the_anchor_is_the_network_that_the_run_begins_with(reports: Path) -> No
 def test_an_anchor_is_a_run_that_must_stay_as_it_was(plain: Path, reports: Path) -> None:
     anchor = Path(shutil.copytree(plain, reports / "anchor"))
     named = {**MATCHES, "anchor": "anchor"}
-    assert equal(train("other", named), anchor), "building the anchor's network draws no weights of the run's"
+    assert_same(train("other", named), anchor)  # building the anchor's network draws no weights of the run's
     folder = train("mine", named, until=5)
     assert list(points(folder)) == [4]
     assert not (folder / "start.safetensors").exists()
@@ -142,7 +129,7 @@ def test_an_engine_is_an_anchor_whose_failure_costs_a_match_and_not_the_training
         if stats.step in (5, 9):
             flag.touch() if stats.step == 5 else flag.unlink()
     current.close()
-    assert equal(plain, current.folder)
+    assert_same(plain, current.folder)
     assert list(points(current.folder)) == [4, 10], "it is restarted for each match"
     (events,) = [row["events"] for row in metrics.read(current.folder / "metrics.jsonl") if row["step"] == 8]
     assert "match" in events

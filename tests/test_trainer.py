@@ -17,14 +17,26 @@ from typing import Any
 
 import pytest
 import torch
+from saved import equal, history
 from torch import Tensor, nn
-from toy_task import Compiled, Hungry, Scaled, ToyData, ToySource, ToyTask, toy_batch, toy_held_out, toy_runtime
+from toy_task import (
+    Compiled,
+    Hungry,
+    Scaled,
+    ToyData,
+    ToySource,
+    ToyTask,
+    toy_batch,
+    toy_held_out,
+    toy_runtime,
+    toy_trainer,
+)
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
 from matrixlib.engine import diagnostics
 from matrixlib.engine import metrics as metrics_module
-from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
+from matrixlib.engine.checkpoint import CheckpointError
 from matrixlib.engine.curriculum import Curriculum, Phase, StagesConfig
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
@@ -33,8 +45,7 @@ from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.signals import Terminated
 from matrixlib.engine.stats import Action, Event, Stats
 from matrixlib.engine.task import Batch
-from matrixlib.engine.trainer import Context, Trainer
-from matrixlib.hardware.runtime import Runtime
+from matrixlib.engine.trainer import Trainer
 from matrixlib.tasks import load_config
 
 STEPS = 12
@@ -44,7 +55,6 @@ CHANGES: dict[str, Any] = {
     "validation": {"interval": 3, "full_every": 2, "sample": 24, "batch_size": 16, "min_delta": 0.0},
     "checkpoint": {"interval": 5, "keep": 2},
 }
-CLOCKS = ("time", "seconds", "times", "throughput", "memory")
 
 
 def settings(**sections: dict[str, Any]) -> Config:
@@ -57,29 +67,12 @@ def build(
     config: Config | None = None,
     source: ToySource = ToySource(20),  # noqa: B008 - frozen
     validation: Callable[[str], Iterable[Batch]] = toy_held_out,
-    runtime: Runtime | None = None,
-    steps: int = STEPS,
-    model: nn.Module | None = None,
     data: ToyData | None = None,
     **more: Any,
 ) -> Trainer:
-    task = task or ToyTask(dropout=0.3, norm="batch")
-    config = config or settings()
-    torch.manual_seed(1)
-    context = Context(
-        task=task,
-        model=model or task.build_model(),
-        runtime=runtime or toy_runtime(8),
-        config=config,
-        data=data or ToyData(task, source, validation),
-        folder=folder,
-        checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-        metrics=more.pop("metrics", None) or MetricsLog(folder / "metrics.jsonl"),
-        steps=steps,
-        state_extra={"config": {"name": "toy"}},
-        **more,
-    )
-    return Trainer(context)
+    data = data or ToyData(task or ToyTask(dropout=0.3, norm="batch"), source, validation)
+    given = {"steps": STEPS, "state_extra": {"config": {"name": "toy"}}, **more}
+    return toy_trainer(folder, config or settings(), data, **given)
 
 
 def train(folder: Path, stop: int | None = None, **more: Any) -> tuple[Trainer, list[Stats]]:
@@ -110,19 +103,6 @@ def state(trainer: Trainer) -> dict[str, Any]:
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     averages = {f"ema.{name}": value.clone() for name, value in trainer.ema.state_dict().items()} if trainer.ema else {}
     return {name: value.clone() for name, value in trainer.model.state_dict().items()} | averages
-
-
-def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl without clock times."""
-
-    def strip(row: dict[str, Any]) -> dict[str, Any]:
-        return {k: strip(v) if isinstance(v, dict) else v for k, v in row.items() if k not in CLOCKS}
-
-    return [strip(row) for row in metrics_module.read(folder / "metrics.jsonl")]
 
 
 class NoisySource(ToySource):

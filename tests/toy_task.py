@@ -12,8 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from matrixlib.config import Config
+from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.curriculum import Phase
+from matrixlib.engine.distributed import Ranks
+from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch, slice_batch
+from matrixlib.engine.trainer import Context, Trainer
 from matrixlib.hardware.runtime import Runtime
 
 FEATURES, CLASSES = 6, 3
@@ -251,3 +256,25 @@ def toy_runtime(micro_batch: int = 8, **changes: Any) -> Runtime:
             **changes,
         }
     )
+
+
+def toy_trainer(
+    folder: Path,
+    config: Config,
+    data: ToyData,
+    model: nn.Module | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 - frozen
+    double: bool = False,
+    **more: Any,
+) -> Trainer:
+    """A run in `folder`. model: default that of the task, with other weights on each rank; double: in fp64. more:
+    fields of its `Context`."""
+    torch.manual_seed(1 + ranks.rank)
+    model = model or data.task.build_model()
+    fields: dict[str, Any] = {
+        "runtime": toy_runtime(),
+        "checkpoints": Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+        "metrics": MetricsLog(folder / "metrics.jsonl", writes=ranks.first),
+    }
+    fields |= {"task": data.task, "model": model.double() if double else model, "config": config, "data": data}
+    return Trainer(Context(folder=folder, ranks=ranks, **fields | more))

@@ -23,6 +23,7 @@ from matrixlib.engine.step import Step
 from matrixlib.engine.task import active_terms, to_device
 from matrixlib.runs.run import open_run
 from matrixlib.tasks import changed
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 
 # Reads that the host waits for
 
@@ -139,11 +140,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "after the norm, masked, mixed": {"attention": {**ATTENTION, "mask": True, "unmasked_mix": 0.2, "norm": "post"}},
     "policy factored, clamped, normalised": {"policy": {"kind": "factored", "clamp": 5.0, "logit_norm": True}},
     "policy dense, value scalar": {"policy": {"kind": "dense", "channels": 8}, "value": {"kind": "scalar"}},
-    "self-supervised heads, features, lines": {
-        "ssl": ["piece", "threat", "pin", "fork", "control"],
-        "chess_features": True,
-        "lines": 4,
-    },
+    "self-supervised heads, features, lines": {"ssl": list(SSL_CHANNELS), "chess_features": True, "lines": 4},
 }
 """Options of a small chess network, each of which another operation hangs on."""
 PRESETS = {} if DRY else {"demo": 128, "quick": 128, "small": 64, "matrix0_53m": 32, "latin_quick": 64}
