@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from s3_server import BUCKET, Line, s3_server
-from test_run import TINY, assert_equal, final_weights
+from saved import assert_same
+from test_run import TINY
 
 from matrixlib.data import remote
 from matrixlib.engine import metrics
@@ -71,7 +72,7 @@ def test_a_lost_run_is_restored_and_goes_on_with_the_same_bits(
     if not killed:
         assert tree(reports / "lost") == {name: data for name, data in before.items() if name not in backups.LEFT_OUT}
     trained(opened(tmp_path / "safe"))
-    assert_equal(final_weights(whole), final_weights(reports / "lost"))
+    assert_same(whole, reports / "lost")
     losses = [[row["loss"] for row in metrics.read(run / "metrics.jsonl")] for run in (whole, reports / "lost")]
     assert losses[0] == losses[1]
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from saved import assert_same, history
 
 from matrixlib import config as configuration
 from matrixlib.config import ConfigError, merge
@@ -47,17 +47,6 @@ TINY: dict[str, Any] = {
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
 
-LATIN: dict[str, Any] = {
-    "data": {"limit": 1024},
-    "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2, "dropout": 0.1},
-    "curriculum": {"patience": 1, "dwell": 1, "metric": "cell/accuracy", "up": 0.2, "down": 0.1},
-    "train": {"steps": 12, "batch_size": 64, "micro_batch": 32},
-    "validation": {"interval": 2, "sample": 64, "limit": 200},
-    "checkpoint": {"interval": 4, "keep": 2},
-    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
-}
-"""Phases by shares change after updates 4 and 8, adaptive ones after the validations of updates 2 and 4."""
-
 
 def train(name: str = "", until: int = 0, **more: Any) -> runs.Run:
     """A run, whose loop is left after so many updates, if any, which saves them."""
@@ -67,21 +56,6 @@ def train(name: str = "", until: int = 0, **more: Any) -> runs.Run:
             break
     current.close()
     return current
-
-
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = max((folder / "checkpoints").glob("step_*"))
-    return {
-        f"{group.stem}/{name}": tensor
-        for group in newest.glob("*.safetensors")
-        for name, tensor in load_file(group).items()
-    }
-
-
-def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not different
 
 
 @pytest.mark.usefixtures("drawn")
@@ -292,43 +266,6 @@ def test_what_is_timed_before_a_run_has_its_micro_batch(reports: Path, monkeypat
     assert (run.runtime.micro_batch, run.data.runtime.micro_batch, run.steps) == (16, 16, 40)
 
 
-@pytest.mark.parametrize(("kind", "stops"), [("chess", [7]), ("fractions", [3, 4, 9]), ("adaptive", [2, 5])])
-def test_stopped_and_resumed_equals_the_uninterrupted_run_bit_for_bit(
-    reports: Path, kind: str, stops: list[int]
-) -> None:
-    """N updates, a stop, M updates are N + M updates; with a curriculum, the phases are the same ones."""
-    preset, overrides = ("demo", TINY) if kind == "chess" else ("latin_demo", LATIN)
-    if kind != "chess":
-        overrides = runs.configuration.merge(overrides, {"curriculum": {"kind": kind}})
-
-    def trained(name: str, *until: int) -> tuple[Any, ...]:
-        for last in until:
-            current = runs.open_run(preset, run=name, overrides=overrides)
-            for stats in current.trainer.train():  # without the evaluation at the end of a run
-                if stats.step == last:
-                    break
-            current.trainer.metrics.close()
-            current.close()
-        rows = [without_clocks(row) for row in metrics.read(reports / name / "metrics.jsonl")]
-        newest = Checkpoints(reports / name / "checkpoints", 2).newest()
-        assert newest is not None
-        return final_weights(reports / name), rows, newest.state.get("curriculum")
-
-    whole = trained("whole", 12)
-    phases = [row.get("phase", 0) for row in whole[1]]
-    assert len(phases) == 12
-    assert len(set(phases)) == (1 if kind == "chess" else 3)
-    for stop in stops:
-        parts = trained(f"stopped-{stop}", stop, 12)
-        assert_equal(whole[0], parts[0])
-        assert whole[1:] == parts[1:]
-
-
-def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
-    clocks = {"time", "seconds", "times", "throughput", "share_of_peak", "memory"}
-    return {k: without_clocks(v) if isinstance(v, dict) else v for k, v in row.items() if k not in clocks}
-
-
 @pytest.fixture
 def two_sources(tmp_path: Path, reports: Path) -> Path:
     """Positions of the sample set as shards of two sources; "few" holds nothing out."""
@@ -362,7 +299,8 @@ def test_a_curriculum_over_sources_mixes_each_batch_and_goes_on_where_it_was(two
     assert phases == [(0, 6, "sources few 50%, many 50%"), (6, 12, "sources all")]
     current = train("cut", 4, **more)
     train("cut", **more)
-    assert_equal(final_weights(whole.folder), final_weights(current.folder))
+    assert_same(whole.folder, current.folder)
+    assert history(whole.folder) == history(current.folder)
 
 
 def test_several_data_sets_are_mixed_by_weight_and_told_apart(two_sources: Path, tmp_path: Path) -> None:
@@ -387,7 +325,7 @@ def test_several_data_sets_are_mixed_by_weight_and_told_apart(two_sources: Path,
     assert figures_table(figures)["value"][f"positions of {other}"] == "300"
     current = train("cut", 4, **more)
     train("cut", **more)
-    assert_equal(final_weights(whole.folder), final_weights(current.folder))
+    assert_same(whole.folder, current.folder)
     assert runs.held_out_figures(load(whole.folder))["by_source"].keys() == figures["by_source"].keys()
     with pytest.raises(ConfigError, match="'nowhere' is no folder"):
         runs.open_run(overrides=TINY | {"data": {"source": {"sample": 1, "nowhere": 1}}})
