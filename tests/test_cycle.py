@@ -1,6 +1,5 @@
 """The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the match alone."""
 
-import gzip
 import io
 import json
 import os
@@ -13,18 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chess
 import numpy as np
 import pytest
 import torch
 import yaml
 from cells import run_notebook
 from filelock import FileLock
-from positions import random_positions
-from safetensors.torch import load_file
-from test_import_files import line_games
-from test_lc0 import game, tarred
-from test_lichess import evaluation
+from saved import assert_same, newest
 
 from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
@@ -40,7 +34,6 @@ from matrixlib.runs import cycle, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_games import Decision, Generation, Pairs, load_cycle, read_generations
 from matrixlib.tasks import get_task, load
-from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices, position_ids
 from matrixlib.tasks.chess.stockfish.sample import unpack_sample
 from matrixlib.tasks.tictactoe.spec import LAYOUT as TICTACTOE
@@ -167,8 +160,7 @@ def positions(root: Path, source: str = "") -> np.ndarray:
 
 
 def weights(root: Path, generation: int) -> dict[str, Any]:
-    newest = max((root / f"c-{generation:03d}" / "checkpoints").glob("step_*"))
-    return load_file(newest / "ema.safetensors")
+    return newest(root / f"c-{generation:03d}").tensors["ema"]
 
 
 def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycle.Cycle) -> None:
@@ -217,8 +209,8 @@ def test_updates_follow_the_new_rows_and_the_optimizer_is_carried_on(whole: Path
         rows = sum(row.count for row in Catalogue(whole / "c" / "shards" / f"{g.number:03d}").shards("train"))
         assert g.steps == read_json(whole / f"c-{g.number:03d}" / "summary.json")["steps"] == -(-0.8 * rows // 16)
         made.append(g.steps)
-        newest = max((whole / f"c-{g.number:03d}" / "checkpoints").glob("step_*"))
-        counts = {float(t) for name, t in load_file(newest / "optimiser.safetensors").items() if name.endswith("/step")}
+        optimiser = newest(whole / f"c-{g.number:03d}").tensors["optimiser"]
+        counts = {float(t) for name, t in optimiser.items() if name.endswith("/step")}
         assert counts == {sum(made)}, "of this training and those before it"
     measured = [row["validation"] for row in read_rows(whole / "c-001" / "metrics.jsonl") if row.get("validation")]
     assert history[0].value_loss["held out"] == pytest.approx(measured[-1]["losses"]["value"], rel=1e-4)
@@ -265,49 +257,33 @@ def kill_at(stage: tuple[int, str], process: Any, root: Path) -> None:
     process.join()
 
 
-@pytest.mark.parametrize(
-    "stages, generations",
-    [(STAGES[:1], 1), pytest.param(STAGES[:-1], 2, marks=pytest.mark.soak)],
-    ids=["one", "all"],
-)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["one", "all"])
 @pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
-    whole: Path, tmp_path: Path, forkserver: Any, stages: list[tuple[int, str]], generations: int
+    whole: Path, tmp_path: Path, forkserver: Any, every: bool
 ) -> None:
+    """Once in the first of two generations; or at every stage of both, with a start and other data."""
+    stages, killed, changes = STAGES[:1], tmp_path / "killed", {"generations": 1}
+    if every:
+        stages, whole = STAGES[:-1], tmp_path / "whole"
+        changes = {"start": "shipped", "sources": {str(other_data(tmp_path)): 0.25}}
+        run(forkserver, whole, **changes).join(300)
     for stage in stages:
-        kill_at(stage, run(forkserver, tmp_path, generations=generations), tmp_path)
-    last = run(forkserver, tmp_path, generations=generations)
-    last.join(300)
-    assert last.exitcode == 0
-    check_same(tmp_path, whole, generations)
-
-
-@pytest.mark.soak
-def test_killed_anywhere_with_a_start_and_other_data_it_ends_with_the_same(tmp_path: Path, forkserver: Any) -> None:
-    changes = {"start": "shipped", "sources": {str(other_data(tmp_path)): 0.25}}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(forkserver, whole, **changes).join(300)
-    for stage in STAGES[:-1]:
         kill_at(stage, run(forkserver, killed, **changes), killed)
     last = run(forkserver, killed, **changes)
     last.join(300)
     assert last.exitcode == 0
-    check_same(killed, whole, 2)
-
-
-def check_same(ours: Path, theirs: Path, generations: int) -> None:
-    """The same games, weights, matches and decisions in two reports roots."""
-    for number in range(1, generations + 1):
+    decisions = [generation.decision for generation in read_generations(killed / "c").values()]
+    assert len(decisions) == 1 + every
+    assert decisions == [generation.decision for generation in read_generations(whole / "c").values()][: 1 + every]
+    for number in range(1, 2 + every):
         source = f"selfplay_{number:03d}"
-        assert positions(ours, source).tobytes() == positions(theirs, source).tobytes()
-        wanted, got = weights(theirs, number), weights(ours, number)
-        assert all((got[name] == wanted[name]).all() for name in wanted)
-        matches = list((theirs / "c" / "matches").glob(f"{number:03d}_*"))
+        assert positions(killed, source).tobytes() == positions(whole, source).tobytes()
+        assert_same(killed / f"c-{number:03d}", whole / f"c-{number:03d}")
+        matches = list((whole / "c" / "matches").glob(f"{number:03d}_*"))
         assert matches
         for path in matches:
-            assert (ours / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
-    ours_decided, decided = ([g.decision for g in read_generations(root / "c").values()] for root in (ours, theirs))
-    assert ours_decided == decided[:generations]
+            assert (killed / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
 
 
 def other_data(root: Path) -> Path:
@@ -685,32 +661,6 @@ def test_an_anchor_that_cannot_be_played_is_refused_before_any_game(reports: Pat
         with pytest.raises(ValueError, match=refusal):
             cycle.open_cycle("demo", "cpu", "refused", TINY | {"network": TINY["network"] | strength})
         assert not (reports / "refused").exists()
-
-
-@pytest.mark.soak
-def test_every_kind_of_data_is_learned_from_beside_the_games(reports: Path, tmp_path: Path, shared: Path) -> None:
-    """In its share of each batch, and measured on rows of its own that are held out."""
-    boards = [board for board in random_positions(300, 4) if any(board.legal_moves)]
-    lines = [evaluation(board.fen(), cp=20, line=next(iter(board.legal_moves)).uci()) for board in boards]
-    puzzles = (shared / "puzzles" / "lichess_dev.csv").read_text().splitlines()[:400]
-    games = {f"{n}.gz": gzip.compress(game(chess.STARTING_FEN, 30, n, 1)[0]) for n in range(60)}
-    paths = {"pgn": tmp_path / "own.pgn", "puzzle": tmp_path / "p.csv", "evaluation": tmp_path / "e.jsonl"}
-    for path, text in zip(paths.values(), (line_games(80), "\n".join(puzzles), "\n".join(lines)), strict=True):
-        path.write_text(text)
-    paths["lc0"] = tarred(tmp_path / "chunks.tar", games)
-    for kind, path in paths.items():
-        import_files(path, tmp_path / kind, workers=1, progress=False)
-    folders = [str(tmp_path / kind) for kind in paths] + [str(other_data(tmp_path))]
-    changes = TINY | {"generations": 1, "sources": dict.fromkeys(folders, 0.125)}
-    (generation,) = cycle.open_cycle("demo", "cpu", "c", changes).train()
-    assert generation.decision is not None
-    run = runs.open_run(str(reports / "c" / "network.yaml"), run="c-001", kind="cycle", overrides=read_request(reports))
-    with closing(run):
-        rows = np.concatenate([run.data.training._batches().rows(i) for i in range(125)])
-        shares = {name: int(own[rows].sum()) for name, own in run.data.training.of_sources().items()}
-    assert shares == dict.fromkeys(folders, 250) | {str(reports / "c" / "shards" / "001"): 750}
-    figures = run.summary()["evaluation"]["by_source"]
-    assert all(figures[folder]["positions"] > 0 for folder in folders)
 
 
 def read_request(root: Path) -> dict[str, Any]:
