@@ -173,6 +173,8 @@ def test_an_empty_name_resumes_the_newest_incomplete_run_with_the_same_configura
     fresh = runs.open_run(overrides=TINY)
     assert fresh.name != first.name, "a complete run is not resumed"
     fresh.close()
+    with closing(runs.open_run(run=first.name, overrides=TINY, steps=13)) as longer:
+        assert [stats.step for stats in longer.train()] == [13], "but where it is named, with more updates"
 
 
 def test_a_new_run_beside_an_unfinished_one_says_how_to_resume_that(reports: Path) -> None:
@@ -187,8 +189,10 @@ def test_a_new_run_beside_an_unfinished_one_says_how_to_resume_that(reports: Pat
         other = runs.open_run(overrides=TINY, steps=20)
     other.close()
     assert other.name != first.name
-    with pytest.raises(runs.RunError, match=r"has made 5 updates, more than train\.steps: 3"):
+    before = (first.folder / "config.yaml").read_bytes()
+    with pytest.raises(runs.RunError, match=r"has made 5 updates, more than train\.steps: 3; name another run"):
         runs.open_run(run=first.name, overrides=TINY, steps=3)
+    assert (first.folder / "config.yaml").read_bytes() == before
     with closing(runs.open_run(run=first.name, overrides=TINY, steps=20)) as again:
         assert (again.resumed, again.trainer.step, again.steps) == (True, 5, 20)
 
