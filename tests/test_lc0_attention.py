@@ -12,16 +12,16 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
-from networks import CPU, random_net
+from networks import random_net
 from test_chess_task import positions as some_boards
 from test_chess_task import stored
-from test_lc0_train import PROMOTIONS, asked, difference, games, plies_left
+from test_lc0_train import PROMOTIONS, check_lc0, difference, games
+from test_lc0_train import opened as run_of
 from test_task_contract import check_task
 from test_uci import Dialogue
 
 import matrixlib
 from matrixlib.config import ConfigError, merge
-from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.config import ChessConfig
@@ -60,7 +60,8 @@ OURS: dict[str, dict[str, Any]] = {  # options over those of `small`
 
 def small(form: str = "our smolgen", **changes: Any) -> dict[str, Any]:
     """Options of `model` for networks of our own."""
-    options = {"trunk": "encoder", "channels": 32, "blocks": 2, "policy": {"channels": 24, "rank": 16}}
+    policy = {"kind": "attention", "channels": 24, "rank": 16}
+    options = {"trunk": "encoder", "channels": 32, "blocks": 2, "policy": policy}
     return merge(merge(options, OURS[form]), changes)
 
 
@@ -93,22 +94,9 @@ def test_lc0_says_the_same(form: str, lc0: str, tmp_path: Path) -> None:
         policy, value = form.split()
         model.choose(policy, value)
         command.append(f"--backend-opts=policy_head={policy},value_head={value}")
-    likeliest, scores = list[float](), list[float]()
-    with chess.engine.SimpleEngine.popen_uci(command) as engine:
-        engine.configure({"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True, "ScoreType": "Q"})
-        for board, ours, left in zip(boards, net.evaluate_boards(boards), plies_left(net, boards), strict=True):
-            shares, expected, wdl, plies = asked(engine, board)
-            assert plies == pytest.approx(left, abs=0.06)
-            assert shares.keys() == ours.moves.keys()
-            assert max(abs(shares[move] - ours.moves[move]) for move in shares) < 1e-3, board.fen()
-            assert ours.value == pytest.approx(expected, abs=1e-3)
-            assert ours.wdl is None or wdl == pytest.approx(ours.wdl, abs=1.6e-3), (
-                "rounded to thousandths that sum to 1"
-            )
-            likeliest.append(max(shares.values()))
-            scores.append(expected)
-    assert np.median(likeliest) > 0.25
-    assert np.std(scores) > 0.02, "neither moves nor positions are alike"
+    answers = check_lc0(command, net, boards)
+    assert np.median([max(one.shares.values()) for one in answers]) > 0.25
+    assert np.std([one.value for one in answers]) > 0.02, "neither moves nor positions are alike"
 
 
 def test_heads_are_chosen_by_name(tmp_path: Path) -> None:
@@ -252,16 +240,13 @@ def test_bf16_gives_fp32_outputs_near_those_of_fp32() -> None:
         assert (out[name] == out[name].bfloat16().float()).float().mean() < 0.2
 
 
-def run_of(name: str, form: str = "our smolgen", model: Any = (), **train: Any) -> runs.Run:
-    overrides = {"model": small(form, **dict(model)), "runtime": CPU, "data": {"workers": 0}, "train": train}
-    overrides |= {"validation": {"limit": 64, "sample": 64, "batch_size": 64}, "optim": {"warmup_steps": 2}}
-    return runs.open_run("lc0_quick", run=name, overrides=overrides)
-
-
 @pytest.mark.usefixtures("reports")
 def test_it_learns_a_batch_from_chance() -> None:
-    with closing(run_of("learns", "our dense", {"ssl": ["control"]}, steps=4, batch_size=32)) as run:
+    model = small("our dense", ssl=["control"], moves_left={"channels": 8})
+    with closing(run_of("learns", model, steps=4, batch_size=32)) as run:
         batch, task = run.batch(0), run.task
+        assert any(module in run.model.edges() for module in run.model.moves_left_head.modules()), "as Adam has it"
+        assert task.counts(batch)["moves_left"] == batch["moves_left"].gt(0).sum() > 16
         optimizer, chance = torch.optim.AdamW(run.model.parameters(), 3e-3), task.bounds(batch)
         first = {name: loss.item() for name, loss in run.losses(batch).items()}
         for name, loss in first.items():
@@ -272,7 +257,7 @@ def test_it_learns_a_batch_from_chance() -> None:
             losses = run.losses(batch)
             torch.stack(list(losses.values())).sum().backward()
             optimizer.step()
-        for name in ("policy", "value"):
+        for name in ("policy", "value", "moves_left"):
             floor = chance[name][1] / task.counts(batch)[name]
             assert losses[name].item() - floor < 0.2 * (first[name] - floor), name
 
@@ -283,12 +268,12 @@ def test_a_run_begins_with_a_file_and_keeps_frozen_parts(tmp_path: Path) -> None
     source = cast(Net, matrixlib.load(tmp_path / "net.pb.gz", device="cpu"))
     options = {"init": str(tmp_path / "net.pb.gz"), "freeze": ["stem", "tower.0"], "steps": 4, "batch_size": 16}
     with pytest.raises(RunError, match=r"train.init: .* is not of this network.*model.encoder.smolgen 16, not 0"):
-        run_of("other", model={"encoder": {"smolgen": 0}, "ssl": []}, **options)
-    with closing(run_of("begun", model={"ssl": []}, **options)) as run:
+        run_of("other", small(encoder={"smolgen": 0}, ssl=[]), **options)
+    with closing(run_of("begun", small(ssl=[]), **options)) as run:
         before = deepcopy(run.trainer.model.state_dict())
         assert all(torch.equal(before[name], value) for name, value in source.model.state_dict().items())
         next(stats for stats in run.train() if stats.step == 2)
-    with closing(run_of("begun", model={"ssl": []}, **options)) as run:
+    with closing(run_of("begun", small(ssl=[]), **options)) as run:
         assert [stats.step for stats in run.train()][-1] == 4
         for name, value in run.trainer.model.named_parameters():
             assert torch.equal(value, before[name]) == name.startswith(("stem.", "tower.0.")), name

@@ -2,9 +2,7 @@
 
 import io
 import random
-from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import CPU, random_net
+from networks import random_net
 from test_lc0_train import opened
 
-import matrixlib
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.imports import Part
 from matrixlib.data.loader import Loader
@@ -72,7 +69,10 @@ def random_game(seed: int, plies: int) -> chess.pgn.Game:
         quiet = [move for move in moves if board.piece_type_at(move.from_square) != chess.PAWN]
         special = [move for move in moves if rare(move)]
         board.push(rng.choice(special or (quiet if quiet and rng.random() < 0.7 else moves)))
-    return chess.pgn.Game.from_board(board)
+    game = chess.pgn.Game.from_board(board)
+    if game.headers["Result"] == "*":
+        game.headers["Result"] = "1/2-1/2"
+    return game
 
 
 def collected(texts: list[str]) -> Games:
@@ -287,16 +287,6 @@ def imported(games: Games, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
-def begun(name: str, folder: Path, history: bool = True, **train: Any) -> Any:
-    import test_lc0_train
-
-    changes = {"model": {**test_lc0_train.SMALL, "history": history}, "runtime": CPU}
-    changes |= {"data": {"source": str(folder), "workers": train.pop("workers", 0)}, "optim": {"warmup_steps": 2}}
-    changes |= {"validation": {"limit": 64, "sample": 64, "batch_size": 64, "interval": 4}}
-    changes |= {"train": {"batch_size": 64, "steps": 8}, "checkpoint": {"interval": 4}}
-    return matrixlib.open_run("lc0_quick", run=name, overrides=changes, **train)
-
-
 def losses(run: Any, stop: int = 0) -> list[float]:
     found = list[float]()
     for stats in run.train():
@@ -306,31 +296,31 @@ def losses(run: Any, stop: int = 0) -> list[float]:
     return found
 
 
-def check_resumed(begin: Callable[[], Any], whole: list[float]) -> None:
-    """A run that is stopped after five updates and begun again has the losses of the whole one of eight."""
-    with closing(begin()) as run:
-        assert losses(run, 5) == whole[:5]
-    with closing(begin()) as run:
-        rest = losses(run)
-        assert rest == whole[-len(rest) :]
-        assert 0 < len(rest) < 8
-
-
 def test_a_run_trains_on_it_and_resumes_to_the_same_bits(imported: Path, reports: Path) -> None:
-    with closing(begun("whole", imported)) as run:
+    """With a moves-left head, too."""
+    model, data = {"history": True, "moves_left": {"channels": 8}}, {"source": str(imported)}
+    with closing(opened("whole", model, data, steps=8)) as run:
         batch = run.batch(0)
         assert batch["planes"].shape == (64, 112, 8, 8)
         assert batch["known"].float().mean() > 4
+        assert batch["moves_left"].gt(0).float().mean() > 0.5
+        assert any(module in run.model.edges() for module in run.model.moves_left_head.modules()), "as Adam has it"
         whole = losses(run)
-    check_resumed(partial(begun, "workers", imported, workers=2), whole)
-    with closing(begun("without", imported, history=False)) as run:
+        errors = [row["metrics"]["moves_left/error"] for row in run.history() if "metrics" in row]
+        assert 0 < np.mean(errors[1:]) < errors[0] < 60
+    for stop in (5, 0):
+        with closing(opened("workers", model, data | {"workers": 2}, steps=8)) as run:
+            part = losses(run, stop)
+            assert part == (whole[:5] if stop else whole[-len(part) :])
+            assert 0 < len(part) < 8
+    with closing(opened("without", data=data)) as run:
         batch = run.batch(0)
         assert not {"past", "past_state", "known"} & set(batch)
         assert batch["planes"].shape == (64, 21, 8, 8)
 
 
 def test_held_out_rows_have_their_history_too(imported: Path, reports: Path) -> None:
-    with closing(begun("held", imported)) as run:
+    with closing(opened("held", {"history": True}, {"source": str(imported)})) as run:
         data = run.data
         (held,) = list(data.held_out("full"))
         assert held["known"].float().mean() > 4

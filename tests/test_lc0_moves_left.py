@@ -1,7 +1,7 @@
-"""The moves-left head of Lc0 networks: its targets from stored games, training, files and options."""
+"""The moves-left head of Lc0 networks: its targets from stored games, files and options. Training: test_lc0_history.py,
+test_lc0_attention.py."""
 
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +10,8 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
-from networks import CPU
-from test_lc0_attention import small
-from test_lc0_history import META, check_resumed, losses, random_game
-from test_lc0_train import SMALL
+from test_lc0_history import META
+from test_lc0_train import opened
 
 import matrixlib
 from matrixlib.config import ConfigError
@@ -21,10 +19,8 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.imports import Part
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import BLOCK, Batch, select, write_shard
-from matrixlib.runs.run import Run
 from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.records import LAYOUT, from_boards
 
@@ -106,69 +102,12 @@ def test_rows_without_their_game_are_unknown() -> None:
     assert "moves_left" not in other.prepare_plain(batch, np.random.default_rng(0)).keys() | other.weights
 
 
-# Training
-
-
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("imported")
-    games = [random_game(seed, 12 + seed % 48) for seed in range(100)]
-    for game in games:
-        if game.headers["Result"] == "*":
-            game.headers["Result"] = "1/2-1/2"
-    (folder / "games.pgn").write_text("\n\n".join(map(str, games)), encoding="utf-8")
-    import_files(folder / "games.pgn", folder / "shards", workers=1, progress=False)
-    return folder / "shards"
-
-
-def begun(name: str, folder: Path, workers: int = 0, **model: Any) -> Run:
-    changes: dict[str, Any] = {"model": {**SMALL, "ssl": [], **HEAD, **model}, "runtime": CPU}
-    changes |= {"data": {"source": str(folder), "workers": workers}, "optim": {"warmup_steps": 2}}
-    changes |= {"validation": {"limit": 64, "sample": 64, "batch_size": 64, "interval": 4}}
-    changes |= {"train": {"batch_size": 64, "steps": 8}, "checkpoint": {"interval": 4}, "loss": {"result_share": 1.0}}
-    return matrixlib.open_run("lc0_quick", run=name, overrides=changes)
-
-
 @pytest.mark.usefixtures("reports")
-@pytest.mark.parametrize("form", [{}, small("our map")], ids=["residual", "encoder"])
-def test_it_learns(imported: Path, form: dict[str, Any]) -> None:
-    """A batch, from the loss of a network that says the same of every position."""
-    with closing(begun("learns", imported, **form, **HEAD)) as run:
-        batch, task = run.batch(0), run.task
-        known = batch["moves_left"] > 0
-        assert known.float().mean() > 0.5
-        edges = [
-            name for name, module in run.model.named_modules() if any(module is edge for edge in run.model.edges())
-        ]
-        assert edges[-1].startswith("moves_left_head."), "Muon leaves it to Adam"
-        assert task.counts(batch)["moves_left"] == known.sum()
-        optimizer, first = torch.optim.AdamW(run.model.parameters(), 3e-3), run.losses(batch)["moves_left"].item()
-        chance, floor = task.bounds(batch)["moves_left"]
-        assert first == pytest.approx(chance / int(known.sum()), rel=0.1)
-        assert floor == 0
-        for _ in range(80):
-            optimizer.zero_grad()
-            loss = run.losses(batch)["moves_left"]
-            loss.backward()
-            optimizer.step()
-        assert loss.item() < 0.2 * first
-
-
-@pytest.mark.usefixtures("reports")
-def test_a_run_resumes_to_the_same_bits(imported: Path) -> None:
-    with closing(begun("whole", imported)) as run:
-        whole = losses(run)
-        errors = [row["metrics"]["moves_left/error"] for row in run.history() if "metrics" in row]
-        assert 0 < errors[-1] < errors[0] < 60
-    check_resumed(partial(begun, "workers", imported, workers=2), whole)
-
-
-@pytest.mark.usefixtures("reports")
-def test_rows_with_hidden_squares_do_not_count(imported: Path) -> None:
-    with closing(begun("hidden", imported, ssl=["piece"])) as run:
+def test_rows_with_hidden_squares_do_not_count() -> None:
+    with closing(opened("hidden", {**HEAD, "ssl": ["piece"]})) as run:
         batch = run.batch(0)
-        visible = batch["hidden"].eq(0).all(1)
-        assert run.task.counts(batch)["moves_left"] == (visible & (batch["moves_left"] > 0)).sum() < len(visible)
+        visible, known = batch["hidden"].eq(0).all(1), batch["moves_left"] > 0
+        assert 0 < run.task.counts(batch)["moves_left"] == (visible & known).sum() < known.sum()
 
 
 # Files and options

@@ -48,11 +48,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def opened(name: str, model: Any = (), **train: Any) -> runs.Run:
-    options = {"steps": 12, "batch_size": 64, **train}
-    overrides = {"model": configuration.merge(SMALL, dict(model)), "runtime": CPU, "data": {"workers": 0}}
-    overrides |= {"train": options, "validation": {"limit": 64, "sample": 64, "batch_size": 64}}
-    overrides |= {"optim": {"warmup_steps": 2}}
+def opened(name: str, model: Any = (), data: Any = (), **train: Any) -> runs.Run:
+    """A small run. model, data, train: options of these sections."""
+    overrides = {"model": configuration.merge(SMALL, dict(model)), "data": {"workers": 0, **dict(data)}, "runtime": CPU}
+    overrides |= {"train": {"steps": 12, "batch_size": 64, **train}, "optim": {"warmup_steps": 2}}
+    overrides |= {"validation": {"interval": 4, "limit": 64, "sample": 64, "batch_size": 64}}
     return runs.open_run("lc0_quick", run=name, overrides=overrides)
 
 
@@ -314,37 +314,25 @@ def plies_left(net: Net, boards: list[chess.Board]) -> list[float]:
     return [evaluation.moves_left or 0.0 for evaluation in net.evaluate_boards(boards)]
 
 
+def check_lc0(command: list[str], net: Net, boards: list[chess.Board]) -> list[Answer]:
+    """Assert that Lc0 says of positions with their moves what the network does; what it says."""
+    answers = list[Answer]()
+    with chess.engine.SimpleEngine.popen_uci(command) as engine:
+        options: dict[str, Any] = {"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True}
+        engine.configure(options | {"ScoreType": "Q"})  # else Lc0 rescales what it prints
+        for board, ours, left in zip(boards, net.evaluate_boards(boards), plies_left(net, boards), strict=True):
+            said = asked(engine, board)
+            assert said.plies == pytest.approx(left, abs=0.06)
+            assert said.shares == pytest.approx(ours.moves, abs=1e-3), board.fen()
+            assert said.value == pytest.approx(ours.value, abs=1e-3)
+            assert ours.wdl is None or said.wdl == pytest.approx(ours.wdl, abs=1.6e-3), "thousandths that sum to 1"
+            answers.append(said)
+    return answers
+
+
 @pytest.mark.parametrize("form", ["trained", *FORMS])
 def test_lc0_says_the_same(form: str, lc0: str, trained: Net, tmp_path: Path) -> None:
-    net = trained if form == "trained" else made(form)
-    net.save_lc0(tmp_path / "net.pb.gz")
-    net, boards = cast(Net, matrixlib.load(tmp_path / "net.pb.gz", device="cpu")), games(40, 80)
-    boards += [chess.Board(fen) for fen in PROMOTIONS]
-    options: dict[str, Any] = {"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True}
-    options["ScoreType"] = "Q"  # else Lc0 rescales what it prints
-    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={tmp_path / 'net.pb.gz'}", "--backend=blas"]) as engine:
-        engine.configure(options)
-        for board, ours, left in zip(boards, net.evaluate_boards(boards), plies_left(net, boards), strict=True):
-            shares, value, wdl, plies = asked(engine, board)
-            assert plies == pytest.approx(left, abs=0.06)
-            assert shares.keys() == ours.moves.keys()
-            assert max(abs(shares[move] - ours.moves[move]) for move in shares) < 1e-3, board.fen()
-            assert value == pytest.approx(ours.value, abs=1e-3)
-            assert ours.wdl is None or wdl[::2] == pytest.approx(ours.wdl[::2], abs=1e-3), "printed in thousandths"
-
-
-@pytest.mark.soak
-def test_lc0_plays_games_with_it(lc0: str, trained: Net, tmp_path: Path) -> None:
-    """Against random moves, to the end."""
-    trained.save_lc0(tmp_path / "net.pb.gz")
-    rng, points = random.Random(1), 0.0
-    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={tmp_path / 'net.pb.gz'}", "--backend=eigen"]) as engine:
-        for number in range(20):
-            board = chess.Board()
-            while not board.is_game_over(claim_draw=True):
-                ours = board.turn == (number % 2 == 0)
-                played = engine.play(board, chess.engine.Limit(nodes=50), game=number).move if ours else None
-                board.push(played or rng.choice(list(board.legal_moves)))
-            winner = board.outcome(claim_draw=True).winner  # type: ignore[union-attr]
-            points += 0.5 if winner is None else float(winner == (number % 2 == 0))
-    assert points > 10
+    path = tmp_path / "net.pb.gz"
+    (trained if form == "trained" else made(form)).save_lc0(path)
+    boards = [*games(40, 80), *map(chess.Board, PROMOTIONS)]
+    check_lc0([lc0, f"--weights={path}", "--backend=blas"], cast(Net, matrixlib.load(path, device="cpu")), boards)

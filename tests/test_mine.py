@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import chess
-import chess.engine
 import chess.pgn
 import numpy as np
 import pytest
 from cells import Shown, definitions, run_notebook
-from test_lc0_train import asked
+from test_lc0_train import check_lc0
 
 from matrixlib.data.shards import check
 from matrixlib.runs.notebook import ParameterError
@@ -189,8 +188,4 @@ def test_no_game_is_trained_on_and_held_out(learned: tuple[Path, Shown]) -> None
 def test_lc0_plays_as_the_file_says(learned: tuple[Path, Shown], lc0: str) -> None:
     path, board = learned[0] / "mine.pb.gz", chess.Board()
     board.push_uci("a2a3")
-    (ours,) = load(str(path), device="cpu").evaluate_boards([board])
-    with chess.engine.SimpleEngine.popen_uci([lc0, f"--weights={path}", "--backend=blas"]) as engine:
-        engine.configure({"VerboseMoveStats": True, "PolicyTemperature": 1.0, "UCI_ShowWDL": True, "ScoreType": "Q"})
-        assert asked(engine, board).shares == pytest.approx(ours.moves, abs=1e-3)
-        assert engine.play(board, chess.engine.Limit(nodes=20)).move in board.legal_moves
+    check_lc0([lc0, f"--weights={path}", "--backend=blas"], load(str(path), device="cpu"), [board])
