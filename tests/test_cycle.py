@@ -582,23 +582,19 @@ def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_play
     assert not any(reports.iterdir())
 
 
-def test_an_option_by_its_old_name_is_refused_with_the_new_one() -> None:
-    with pytest.raises(config.ConfigError, match=r"unknown key 'search\.fpu', did you mean 'fpu_reduction'"):
-        load_cycle("demo", {"search": {"fpu": 0.3}})
-
-
 @pytest.mark.parametrize(
-    ("network", "refusal"),
+    ("changes", "refusal"),
     [
-        ({"task": "latin"}, r"plays games for two \(chess, tictactoe\), and task 'latin' is none"),
-        ({"train": {"init": "mine"}}, r"network\.train\.init is 'mine': give it as the cycle's `start`"),
-        ({"task": None}, r"key 'network.task' is missing"),
-        ({"model": {"channles": 3}}, r"unknown key 'network\.model\.channles', did you mean 'channels'"),
+        ({"search": {"fpu": 0.3}}, r"unknown key 'search\.fpu', did you mean 'fpu_reduction'"),  # its old name
+        ({"network": {"task": "latin"}}, r"plays games for two \(chess, tictactoe\), and task 'latin' is none"),
+        ({"network": {"train": {"init": "mine"}}}, r"network\.train\.init is 'mine': give it as the cycle's `start`"),
+        ({"network": {"task": None}}, r"key 'network.task' is missing"),
+        ({"network": {"model": {"channles": 3}}}, r"unknown key 'network\.model\.channles', did you mean 'channels'"),
     ],
 )
-def test_a_network_that_no_cycle_can_begin_with_is_refused(network: dict[str, Any], refusal: str) -> None:
+def test_options_that_no_cycle_can_begin_with_are_refused(changes: dict[str, Any], refusal: str) -> None:
     with pytest.raises(config.ConfigError, match=refusal):
-        load_cycle("demo", {"network": network})
+        load_cycle("demo", changes)
 
 
 def test_other_data_has_its_share_of_each_batch_and_figures_of_its_own(reports: Path) -> None:
