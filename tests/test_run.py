@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from saved import assert_same, history
+from saved import assert_same, history, newest
 
 from matrixlib import config as configuration
 from matrixlib.config import ConfigError, merge
@@ -26,7 +26,6 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import MIN_WORKER_BATCHES, Loader, LoaderError
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
-from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.trainer import Trainer
 from matrixlib.hardware import speed
@@ -137,7 +136,7 @@ def test_an_interrupt_before_the_loop_is_left_reaches_who_leaves_it(reports: Pat
     with pytest.raises(KeyboardInterrupt):
         updates.close()
     assert signal.getsignal(signal.SIGINT) is before
-    assert Checkpoints(current.folder / "checkpoints", 2).newest().step == 1
+    assert newest(current.folder).step == 1
     assert not current.lock.is_locked
 
 

@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 import torch
 from card import CALM, DEVICE, DRY, QUIET, ROWS, batches_of, configured, half_precision, overrides, step_of
+from saved import newest
 
 from matrixlib.engine import self_test
-from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import changed, get_task
 
 LARGE = "matrix0_53m"
-
-
-def newest(run: Run) -> Checkpoint:
-    checkpoint = run.trainer.checkpoints.newest()
-    assert checkpoint is not None
-    return checkpoint
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="fp16 needs a loss scaler, which is trusted on CUDA alone")
@@ -44,7 +38,7 @@ def test_fp16_overflows_and_goes_through_a_resume(reports: Path) -> None:
     run = opened()
     scaler = run.trainer._step.scaler
     assert run.trainer.step == steps // 2
-    assert scaler.get_scale() == scale == newest(run).state["scaler"]["scale"]
+    assert scaler.get_scale() == scale == newest(run.folder).state["scaler"]["scale"]
     source = run.trainer._source.batches
 
     def spoiled(start: int, stop: int) -> Any:
@@ -118,7 +112,7 @@ def test_a_resumed_run_goes_on_with_the_same_losses_and_streams(reports: Path, m
     try:
         whole = open_run(preset, run="whole", steps=2 * half, overrides=changes)
         expected = [stats.loss for stats in whole.trainer.train()]
-        end = newest(whole)
+        end = newest(whole.folder)
         shutil.copytree(whole.folder, reports / "again")
         shutil.rmtree(reports / "again" / "checkpoints" / end.path.name)
         again = open_run(preset, run="again", steps=2 * half, overrides=changes)
@@ -126,7 +120,7 @@ def test_a_resumed_run_goes_on_with_the_same_losses_and_streams(reports: Path, m
         losses = [stats.loss for stats in again.trainer.train()]
     finally:
         torch.use_deterministic_algorithms(False)
-    other = newest(again)
+    other = newest(again.folder)
     assert end.state["rng"] == other.state["rng"]
     assert all(torch.equal(stream, other.tensors["rng"][name]) for name, stream in end.tensors["rng"].items())
     assert losses == pytest.approx(expected[half:], rel=0 if DRY else 1e-3)
