@@ -23,7 +23,7 @@ from matrixlib.engine.folder import newest_complete
 from matrixlib.play.search import Search
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.uci import engine as uci
-from matrixlib.tasks.chess.uci import protocol
+from matrixlib.tasks.chess.uci import game_search, protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
@@ -85,7 +85,11 @@ def infos(lines: list[str]) -> list[str]:
 # --- line by line
 
 
-def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dialogue) -> None:
+def test_lines_about_a_search_are_whole_and_its_move_is_their_first(
+    engine: Dialogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock does not interrupt a search of so many nodes: its result would depend on it."""
+    monkeypatch.setattr(game_search, "REPORT_SECONDS", 1e-9)
     lines = engine.ask("position startpos moves e2e4", "go nodes 100", until="bestmove")
     pattern = re.compile(r"info depth (\d+) multipv 1 score cp -?\d+ nodes (\d+) nps \d+ hashfull \d+ time \d+ pv (.+)")
     shown = [pattern.fullmatch(line) for line in infos(lines)]

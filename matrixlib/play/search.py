@@ -37,6 +37,13 @@ def _table(nodes: int) -> I32:
     return np.full(1 << nodes.bit_length() + 1, -1, np.int32)
 
 
+def _longer(array: NDArray[Any], size: int) -> NDArray[Any]:
+    """A copy with room for `size` entries."""
+    out = np.empty(size, array.dtype)
+    out[: len(array)] = array
+    return out
+
+
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
     """Ragged rows (N,) to keep."""
     counts = np.diff(offsets)
@@ -436,10 +443,10 @@ class Search:
         p = self.pool
         if nodes > len(p.first_edge) or edges > len(p.move):
             nodes, edges = max(2 * nodes, len(p.first_edge)), max(2 * edges, len(p.move))
-            self.pool = Pool(*(np.resize(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
-            self._node_states = np.resize(self._node_states, nodes)
-            self._table = _table(nodes)
-            kernels.fill(self.pool, self._table, self.nodes)
+            pool = Pool(*(_longer(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
+            states, table = _longer(self._node_states, nodes), _table(nodes)
+            kernels.fill(pool, table, self.nodes)
+            self.pool, self._node_states, self._table = pool, states, table  # all of them, or none without memory
 
     def _result(self, tree: int, prior: F32, logits: F64, base: I32, done: int) -> SearchResult:
         p, o, edges = self.pool, self.options, self._root_edges(tree)

@@ -149,10 +149,10 @@ def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None
 
 @kernel
 def decided(p: Pool, node: Int, visits: Int) -> bool:
-    """Whether none of a node's moves can overtake the one with most visits by so many more."""
+    """Whether none of a node's moves can overtake the one with most visits by so many more; lost ones do not count."""
     most = second = 0
     for e in range(p.first_edge[node], p.first_edge[node] + p.num_edges[node]):
-        n = p.visits[e] + p.pending[e]
+        n = p.visits[e] + p.pending[e] if p.high[e] > -1 else 0
         if n > most:
             most, second = n, most
         elif n > second:
@@ -245,7 +245,7 @@ def mark(states: U8, trees: I32) -> U64:
     """Hash (L,) of states, as bytes (L, size), in their trees: FNV-1a."""
     out = np.empty(len(states), np.uint64)
     for i in range(len(states)):
-        value = np.uint64(0xCBF29CE484222325) ^ np.uint64(trees[i])
+        value = (np.uint64(0xCBF29CE484222325) ^ np.uint64(trees[i])) * np.uint64(0x100000001B3)
         for byte in states[i]:
             value = (value ^ np.uint64(byte)) * np.uint64(0x100000001B3)
         out[i] = value

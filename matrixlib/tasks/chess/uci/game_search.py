@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 GROWING_BATCH = SearchOptions(most_leaves=64)
 REPORT_SECONDS = 1.0  # maximum time between two results of a search
+MOST_SIMULATIONS = 1 << 30  # visits are counted in 32 bits
 
 
 class GameSearch:
@@ -63,19 +65,21 @@ class GameSearch:
     def run(
         self, limit: float, deadline: float, stop: Callable[[], bool], capacity: float = np.inf
     ) -> Iterator[tuple[SearchResult, int]]:
-        """Search the position; yields (result, simulations so far) every REPORT_SECONDS and when simulations double.
+        """Search the position; yields (result, simulations so far) when simulations double and every REPORT_SECONDS,
+        unless simulations alone limit it: then the result does not depend on the clock.
 
         limit: simulations, may be inf. deadline: in time.monotonic(). stop: polled between batches. capacity: memory of
         the tree in bytes; beyond it the least visited nodes are pruned.
         """
-        search = self.search
+        search, limit = self.search, min(limit, MOST_SIMULATIONS)
+        every = math.inf if limit < MOST_SIMULATIONS and deadline == math.inf else REPORT_SECONDS
         done, pause, over = 0, deadline, False
 
         def due() -> bool:
             return stop() or time.monotonic() >= pause or search.bytes >= capacity
 
         while not over:
-            pause = min(deadline, time.monotonic() + REPORT_SECONDS)
+            pause = min(deadline, time.monotonic() + every)
             target = min(limit, protocol.DEPTH0_SIMULATIONS << protocol.depth_from_simulations(done) + 1)
             (result,) = search.run(int(target) - done, until=due)
             done += result.simulations
