@@ -87,13 +87,15 @@ class SearchOptions(Section):
     """
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
-    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 32 visits of its tree")
+    most_leaves: Count = option(1, "a batch grows up to so many leaves, one for every 64 visits of its tree")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
     pb_c_base: Positive = option(19652.0, "visits at which exploration starts to grow")
     fpu_reduction: Real = option(
         0.3, "first-play urgency (FPU): value of an untried move below its parent's, per square root of the prior tried"
     )
-    virtual_loss: NonNegative = option(1.0, "virtual loss of each pending visit")
+    virtual_loss: NonNegative = option(
+        0.25, "virtual loss: what a pending visit is worth less than the others of its move"
+    )
     dirichlet_alpha_total: Positive = option(
         10.0, "Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves"
     )

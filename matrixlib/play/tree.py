@@ -24,7 +24,7 @@ U64 = NDArray[np.uint64]
 Int: TypeAlias = Any  # a scalar inside a kernel
 
 FAR = 10_000  # distance of a proven end at unknown depth
-VISITS_PER_LEAF = 32  # visits of a tree for each leaf of a growing batch
+VISITS_PER_LEAF = 64  # visits of a tree for each leaf of a growing batch
 
 
 class Pool(NamedTuple):
@@ -82,7 +82,9 @@ def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu_reduction: 
         if p.high[e] <= -1:
             continue
         visits, pending = p.visits[e], p.pending[e]
-        value = (p.total[e] - loss * pending) / (visits + pending) if visits + pending > 0 else untried
+        value = p.total[e] / visits if visits > 0 else untried
+        if pending > 0:
+            value -= loss * pending / (visits + pending)
         value = min(max(value, p.low[e]), p.high[e])
         score = value + explore * p.prior[e] / (1 + visits + pending)
         if score > best_score:
