@@ -268,8 +268,8 @@ def test_small_trees_are_solved(options: SearchOptions, beside: int, monkeypatch
 
 @pytest.mark.parametrize("value", [0.0, 0.8])
 def test_virtual_loss_spreads_the_leaves_of_a_batch(value: float) -> None:
-    """Priors 0.9, 0.1, equal values. One by one: 0 + sqrt 2 * 0.45 beats sqrt 2 * 0.1. In a batch of two the visit under
-    way counts as 1 less: -1 + sqrt 2 * 0.45 = -0.36 does not."""
+    """Priors 0.9, 0.1, equal values. One by one: 0 + sqrt 2 * 0.45 beats sqrt 2 * 0.1. In a batch of two the visit that
+    is pending counts as 1 less: -1 + sqrt 2 * 0.45 = -0.36 does not."""
     values = {0: value, 1: -value, 2: -value, 3: value}
     game = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5]}, priors={0: [0.9, 0.1]}, values=values)
     assert search(game).run(2)[0].visits.tolist() == [2, 0]
@@ -422,7 +422,7 @@ def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
     budgets = [200, 17, 90, 200]
 
     def varied(states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        priors, values = uniform(states, moves, offsets)
+        priors, _ = uniform(states, moves, offsets)
         return priors, np.sin(game.key(states).astype(np.float64)).astype(np.float32)
 
     def play(trees: list[int], seed: int = 5) -> dict[int, list[SearchResult]]:
