@@ -34,6 +34,7 @@ OFFSET = np.dtype("<i8")
 ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
 PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+SIZES = 18  # their place in it
 HEAD_BYTES = 2**16  # upper bound of a member's headers
 LFS_POINTER = b"version https://git-lfs"
 SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine refuses: open files, memory
@@ -199,12 +200,17 @@ def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))  # the same bytes at any time
+            info.create_version = info.extract_version = zipfile.ZIP64_VERSION  # of any Python
             zip64 = 20  # bytes of the extra field that force_zip64 adds
             start = file.tell() + LOCAL_HEADER.size + len(info.filename) + zip64 + 4
             padding = -start % ALIGN
             info.extra = struct.pack("<HH", PADDING_ID, padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as member:
                 npy.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+        headers = [info.header_offset for info in archive.infolist()]
+    for start in headers:  # Python before 3.11.4 repeats the sizes that stand in the extra field
+        file.seek(start + SIZES)
+        file.write(b"\xff" * 8)
     return file.getvalue()
 
 
