@@ -111,7 +111,9 @@ class ModelConfig(Section):
     dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and heads")
     chess_features: bool = option(False, "Matrix0's position encoding and feature convolutions")
     lines: CountOrZero = option(
-        0, "channels of each residual block summed over the squares seen on ranks and files, and as many on diagonals"
+        0,
+        "channels of each residual block summed over the squares seen on ranks and files, and as many on diagonals; "
+        "half of all leaves none to the square itself, which costs top-1",
     )
     attention: AttentionConfig = AttentionConfig()
     encoder: EncoderConfig = EncoderConfig()

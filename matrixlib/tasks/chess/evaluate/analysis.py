@@ -10,12 +10,13 @@ import chess
 import chess.pgn
 
 from matrixlib.data.loader import Loader
-from matrixlib.play.search import Evaluator, Search, SearchOptions
+from matrixlib.play.search import Evaluator, Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.game import ChessGame, check_not_over
 from matrixlib.tasks.chess.records import from_boards, positions_before, reversible_history
 from matrixlib.tasks.chess.task import boards_of
+from matrixlib.tasks.chess.uci.game_search import GROWING_BATCH
 from matrixlib.tasks.chess.uci.protocol import read_position
 from matrixlib.tasks.spec import Check
 
@@ -28,7 +29,7 @@ def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
     state = from_boards([board], repetition=1) if claim else from_boards([board])
     check_not_over(game, state)
     fast = net.with_threads(net.runtime.threads)
-    search = Search(game, Evaluator(fast), SearchOptions(most_leaves=64), beside=fast.beside, executor=fast.executor)
+    search = Search(game, Evaluator(fast), GROWING_BATCH, beside=fast.beside, executor=fast.executor)
     history = None if claim else game.key(reversible_history(board))
     search.reset(0, state, history, past=positions_before(board, net.task.history))
     (result,) = search.run(simulations)
