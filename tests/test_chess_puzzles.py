@@ -113,7 +113,7 @@ def test_many_trees_are_searched_one_leaf_at_a_time() -> None:
 
 
 def test_threads_search_puzzles_beside_each_other_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puzzles, "GROUP", (4, 4))
+    monkeypatch.setattr(puzzles, "FEWEST_TREES", 4)
     net, boards, beside = random_net(), random_positions(8, seed=5), threading.Barrier(2)
     alone = puzzles.searcher(net, 16)(boards)
     net.runtime = replace(net.runtime, threads=2)

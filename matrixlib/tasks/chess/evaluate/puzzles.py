@@ -30,8 +30,7 @@ BASELINE = "best capture"
 RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
 MIN_THEME_PUZZLES = 20  # rarer themes are not listed
 MAX_TREES, MAX_SIMULATIONS = 256, 50_000  # of trees searched together
-PARTS = 8  # that puzzles are cut into where threads search them, of GROUP trees, whatever the number of cores
-GROUP = (16, 128)
+PARTS, FEWEST_TREES = 8, 16  # that puzzles are cut into where threads search them, whatever the number of cores
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def searcher(net: Net, simulations: int) -> Solver:
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:
         live = [i for i, board in enumerate(boards) if any(board.legal_moves)]
-        at_once = min(most, int(np.clip(len(live) // PARTS, *GROUP))) if net.workers else most
+        at_once = min(most, max(len(live) // PARTS, FEWEST_TREES)) if net.workers else most
         parts = [[boards[i] for i in live[start : start + at_once]] for start in range(0, len(live), at_once)]
         moves = dict(zip(live, chain.from_iterable(spread(best, parts, net.workers)), strict=True))
         return [moves.get(i) for i in range(len(boards))]
