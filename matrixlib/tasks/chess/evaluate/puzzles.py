@@ -30,7 +30,7 @@ BASELINE = "best capture"
 RATING_BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
 MIN_THEME_PUZZLES = 20  # rarer themes are not listed
 MAX_TREES, MAX_SIMULATIONS = 256, 50_000  # of trees searched together
-PARTS, FEWEST_TREES = 8, 16  # that puzzles are cut into where threads search them, whatever the number of cores
+PARTS, FEWEST_TREES = 8, 16  # of puzzles for threads, whatever the number of cores, and trees of a part
 
 
 @dataclass(frozen=True)
